@@ -1,0 +1,87 @@
+"""A Hugging Face `tokenizer.json`, with the special tokens that the files beside it name. PURE.
+
+Which token ends a document: `eos_token` of `tokenizer_config.json` or `special_tokens_map.json`, else
+`eos_token_id` of `generation_config.json`, else the first name of KNOWN_ENDS among the added tokens.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from isotron.core.errors import refuse
+from isotron.tokenizers.base import END_OF_TEXT, FileTokenizer, need_file, need_library, unreadable
+
+KNOWN_ENDS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<|end▁of▁sentence|>", "<eos>", "[EOS]", "[SEP]")
+BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
+
+
+class HuggingFaceTokenizer(FileTokenizer):
+    """Any fast tokenizer of the Hugging Face format; text that spells a special token becomes that token."""
+
+    type_name = "HuggingFaceTokenizer"
+
+    def __init__(self, tokenizer_model: str | Path) -> None:
+        given = Path(tokenizer_model).expanduser()
+        path = need_file(given / "tokenizer.json" if given.is_dir() else given, "--tokenizer-model")
+        extras = tuple(path.parent / name for name in BESIDE if (path.parent / name).is_file())
+        super().__init__({"tokenizer_model": path}, extras)
+        library = need_library("tokenizers", "--tokenizer-type HuggingFaceTokenizer")
+        try:
+            self._tokenizer = library.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises bare Exception for what it cannot parse
+            raise unreadable("--tokenizer-model", path, error, "tokenizer.json") from error
+        self._tokenizer.no_truncation()  # some files cut at 512 tokens: right for inference, wrong for a corpus
+        self._tokenizer.no_padding()
+        self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+        named = _special_tokens(extras)
+        self.bos, self.eos, self.pad = (self._id_of(named.get(role)) for role in ("bos", "eos", "pad"))
+        if self.eos is None:
+            self.eos = next((i for i in map(self._id_of, KNOWN_ENDS) if i is not None), None)
+        if self.eos is None:
+            raise refuse(
+                f"--tokenizer-model {path}",
+                "neither it nor a tokenizer_config.json beside it names an end-of-sequence token",
+                'a tokenizer_config.json beside it with "eos_token": "TOKEN", a token of this vocabulary',
+            )
+        self.eod = self.eos
+
+    def _id_of(self, token: str | int | None) -> int | None:
+        return self._tokenizer.token_to_id(token) if isinstance(token, str) else token
+
+    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        """The ids of each text, without the special tokens a post-processor would add."""
+        return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def decode(self, ids: list[int]) -> str:
+        """The text of `ids`."""
+        return str(self._tokenizer.decode(ids, skip_special_tokens=False))
+
+
+def _special_tokens(paths: tuple[Path, ...]) -> dict[str, str | int]:
+    """role -> token or id, the first of `paths` that names a role decides."""
+    found: dict[str, str | int] = {}
+    for path in paths:
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise unreadable("--tokenizer-model", path, error, "JSON file beside tokenizer.json") from error
+        for role in ("bos", "eos", "pad"):
+            token = _token(values, role)
+            if token is not None:
+                found.setdefault(role, token)
+    return found
+
+
+def _token(values: Any, role: str) -> str | int | None:
+    """`{role}_token` (a string or {"content": string}) or `{role}_token_id` (an id or a list of ids)."""
+    token = values.get(f"{role}_token")
+    if isinstance(token, dict):
+        token = token.get("content")
+    if isinstance(token, str):
+        return token
+    number = values.get(f"{role}_token_id")
+    if isinstance(number, list) and number:
+        number = number[0]
+    return number if isinstance(number, int) else None
