@@ -1,0 +1,22 @@
+"""Options of the training data: the config section `[data]`. PURE."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from isotron.core.options import option
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Where samples come from and how rows are cut."""
+
+    data_path: tuple[str, ...] = option((), "prefix of a .bin/.idx pair, or weight prefix weight prefix ...")
+    valid_data_path: tuple[str, ...] = option((), "separate data for validation; then data_path is all training data")
+    split: str = option("969,30,1", "parts of data_path for training, validation and test")
+    seq_length: int = option(1024, "tokens per sequence", unit="tokens")
+    data_cache_path: str = option("", "where built indexes are kept; empty means beside the data")
+    mock_data: bool = option(False, "train on made-up token sequences instead of files")
+    eod_mask_loss: bool = option(False, "no loss on positions whose input token is end-of-document")
+    reset_position_ids: bool = option(False, "positions start again after each end-of-document")
+    reset_attention_mask: bool = option(False, "documents in one row do not attend to each other")
