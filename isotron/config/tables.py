@@ -51,7 +51,7 @@ def read_toml(path: str) -> tuple[dict[str, Any], list[Problem]]:
     except FileNotFoundError:
         return {}, [Problem(f"--config {path}", "there is no such file", "--config with the path of a TOML file")]
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
-        example = 'tables of the form\n        [layout]\n        tp = 2'
+        example = "tables of the form\n        [layout]\n        tp = 2"
         return {}, [Problem(f"--config {path}", f"it cannot be read as TOML: {error}", example)]
     leaves, _, problems = read_tables(tree, path)
     return leaves, problems
@@ -59,7 +59,7 @@ def read_toml(path: str) -> tuple[dict[str, Any], list[Problem]]:
 
 def bad_value(asked: str, error: ValueError, option: Option, prefix: str) -> Problem:
     """The problem of a value with the wrong type or choice; its fix is a legal value."""
-    return Problem(asked, f"{option.help}: {error}", f"{prefix}{example(option)}")
+    return Problem(asked, f"{error} ({option.name}: {option.help})", f"{prefix}{example(option)}")
 
 
 def example(option: Option) -> str:
@@ -68,7 +68,11 @@ def example(option: Option) -> str:
         return str(next((c for c in option.choices if c == option.default), option.choices[0]))
     samples = {"int": "1", "float": "0.1", "bool": "true", "str": "NAME", "ints": "2,2", "strs": "NAME"}
     default = option.default
-    return str(default) if isinstance(default, (int, float)) and default and option.kind != "bool" else samples[option.kind]
+    return (
+        str(default)
+        if isinstance(default, (int, float)) and default and option.kind != "bool"
+        else samples[option.kind]
+    )
 
 
 def _unknown_section(section: str, where: str) -> Problem:

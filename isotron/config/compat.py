@@ -1,0 +1,153 @@
+"""Megatron spellings: what each of its options means here. PURE.
+
+Four tables: other names of our options (here and in `switches`), options that have no meaning here with the reason,
+and options that could change numbers or memory and are refused with what to use instead. Anything not in a table is an
+unknown option; nothing that changes numbers or memory is ever accepted without effect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from isotron.config import compat_ignored, compat_refused
+from isotron.core.errors import Problem
+
+ALIASES: dict[str, str] = {
+    "--tensor-model-parallel-size": "tp",
+    "--tensor-parallel-size": "tp",
+    "--pipeline-model-parallel-size": "pp",
+    "--pipeline-parallel-size": "pp",
+    "--data-parallel-size": "dp",
+    "--virtual-pipeline-stages": "vpp",
+    "--virtual-pipeline-model-parallel-size": "vpp",
+    "--num-virtual-stages-per-pipeline-rank": "vpp",
+    "--zero-stage": "zero",
+    "--save-checkpoint": "save",
+    "--load-checkpoint": "load",
+    "--num-query-groups": "num_key_value_heads",
+    "--kv-channels": "head_dim",
+    "--rotary-base": "rope_theta",
+    "--layernorm-epsilon": "norm_epsilon",
+    "--merges-file": "merge_file",
+    "--encoder-seq-length": "seq_length",
+    "--num-tokens-to-generate": "max_new_tokens",
+    "--prompts": "prompt",
+    "--top_k": "top_k",
+    "--top_p": "top_p",
+}
+# (leaf, value as Megatron spells it) -> value here. Megatron's adam has decoupled weight decay, which is AdamW.
+VALUE_ALIASES: dict[tuple[str, str], str] = {("optimizer", "adam"): "adamw", ("device", "gpu"): "cuda"}
+
+# Leaves that begin with @ are resolved once the whole config is known: `switches` (model family), `settle` (the rest).
+SETS: dict[str, dict[str, Any]] = {
+    "--bf16": {"dtype": "bfloat16"},
+    "--fp16": {"dtype": "float16"},
+    "--use-distributed-optimizer": {"zero": 1},
+    "--recompute-activations": {"recompute": "selective"},
+    "--checkpoint-activations": {"recompute": "full"},
+    "--openai-gelu": {"activation": "gelu_tanh"},
+    "--untie-embeddings-and-output-weights": {"tie_embeddings": False},
+    "--swiglu": {"@mlp": "swiglu"},
+    "--disable-bias-linear": {"@bias": "off"},
+    "--use-rotary-position-embeddings": {"@positions": "rope"},
+    "--group-query-attention": {"@grouped": True},
+}
+_BLOCK = Problem(
+    "--recompute-method block",
+    "recomputed units here are equal runs of blocks, which is Megatron's uniform method",
+    "--recompute-method uniform --recompute-num-layers N, larger N for less memory",
+)
+CHOICES: dict[str, dict[str, dict[str, Any] | Problem]] = {
+    "--recompute-granularity": {"full": {"recompute": "full"}, "selective": {"recompute": "selective"}},
+    "--recompute-method": {"uniform": {}, "block": _BLOCK},
+    "--normalization": {"LayerNorm": {"@norm": "LayerNorm"}, "RMSNorm": {"@norm": "RMSNorm"}},
+    "--position-embedding-type": {
+        "learned_absolute": {"@positions": "learned_absolute"},
+        "rope": {"@positions": "rope"},
+    },
+    "--dataloader-type": {
+        "single": {},
+        "cyclic": Problem(
+            "--dataloader-type cyclic",
+            "samples are always read in the order of Megatron's single loader, so that a resumed run continues it",
+            "--dataloader-type single",
+        ),
+    },
+}
+# Whole numbers that depend on other options; -> leaf that `settle` fills.
+LATE: dict[str, str] = {
+    "--train-samples": "@train_samples",
+    "--lr-warmup-samples": "@lr_warmup_samples",
+    "--lr-decay-samples": "@lr_decay_samples",
+    "--lr-wsd-decay-samples": "@lr_wsd_decay_samples",
+    "--num-layers-per-virtual-pipeline-stage": "@layers_per_chunk",
+    "--decoder-first-pipeline-num-layers": "@first_rank_layers",
+    "--decoder-last-pipeline-num-layers": "@last_rank_layers",
+}
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """One option of Megatron: how many words it takes (-1: all up to the next option) and what they come to.
+
+    `read(flag, words)` gives leaves, a note (accepted without effect) or a problem.
+    """
+
+    words: int
+    read: Callable[[str, list[str]], dict[str, Any] | str | Problem]
+    touches: tuple[str, ...] = ()
+
+
+def find(flag: str) -> Foreign | None:
+    """What an option of Megatron means here; None when it is not in the tables."""
+    if flag in SETS:
+        return Foreign(0, lambda _flag, _words: SETS[flag], tuple(SETS[flag]))
+    if flag in CHOICES:
+        return Foreign(1, lambda _flag, words: _choice(flag, words[0]))
+    if flag in LATE:
+        return Foreign(1, lambda _flag, words: _late(flag, words[0]), (LATE[flag],))
+    if flag == "--train-data-path":
+        return Foreign(-1, lambda _flag, words: {"data_path": tuple(words), "@train_data": True}, ("data_path",))
+    if flag in compat_ignored.IGNORED:
+        count, reason = compat_ignored.IGNORED[flag]
+        return Foreign(count, lambda _flag, _words: f"no effect: {reason}")
+    if flag in compat_refused.ONLY:
+        legal, case, fix = compat_refused.ONLY[flag]
+        return Foreign(1, lambda _flag, words: _only(flag, words[0], legal, case, fix))
+    return _refused(flag)
+
+
+@cache
+def names() -> frozenset[str]:
+    """Every spelling in the tables that does something here, for suggestions."""
+    return frozenset([*SETS, *CHOICES, *LATE, "--train-data-path"])
+
+
+def _choice(flag: str, word: str) -> dict[str, Any] | str | Problem:
+    table = CHOICES[flag]
+    if word not in table:
+        return Problem(f"{flag} {word}", f"the choices are {', '.join(table)}", f"{flag} {next(iter(table))}")
+    return table[word] or "no effect: it is what isotron does"
+
+
+def _late(flag: str, word: str) -> dict[str, Any] | Problem:
+    if not word.isdecimal() or int(word) == 0:
+        return Problem(f"{flag} {word}", f"{word!r} is not a whole number above 0", f"{flag} 1")
+    return {LATE[flag]: int(word)}
+
+
+def _only(flag: str, word: str, legal: tuple[str, ...], case: str, fix: str) -> str | Problem:
+    return "no effect: it is what isotron does" if word in legal else Problem(f"{flag} {word}", case, fix)
+
+
+def _refused(flag: str) -> Foreign | None:
+    entry = compat_refused.REFUSED.get(flag)
+    if entry is None:
+        entry = next((e for start, e in compat_refused.PREFIXES.items() if flag.startswith(start)), None)
+    if entry is None:
+        return None
+    case, fix = entry
+    return Foreign(-1, lambda _flag, words: Problem(" ".join([flag, *words]), case, fix))

@@ -1,0 +1,112 @@
+"""Options of Megatron that have no meaning here: words they take, and the reason that is printed. PURE.
+
+Only options that change neither the numbers nor the memory of a run may stand here.
+"""
+
+from __future__ import annotations
+
+_ONE = "isotron has one implementation of every layer"
+_FUSED = "fused kernels are picked by what the device can do"
+_ACC = "gradients always accumulate in float32 (or float64)"
+_COMM = "communication is overlapped where the layout allows it"
+_FORMAT = "isotron has one checkpoint format, loadable in any layout"
+_CONFIG = "the model is always read from the checkpoint"
+_TB = "TensorBoard files always hold every metric, in the run directory"
+_LOG = "metrics.jsonl in the run directory always holds it"
+_TIME = "step times are always in metrics.jsonl"
+_TEST = "isotron evaluates on the validation data only"
+_LAYOUT = "initial weights never depend on the layout or the device"
+_HOST = "isotron schedules no Python garbage collection by hand"
+_PAD = "attention is causal and needs no stored mask"
+_SETUP = "process groups are set up from --tp, --pp, --dp"
+
+# option: (words, -1 = all up to the next option; reason)
+IGNORED: dict[str, tuple[int, str]] = {
+    "--transformer-impl": (1, _ONE),
+    "--use-mcore-models": (0, _ONE),
+    "--attention-backend": (1, "the attention kernel is picked by what the device can do"),
+    "--use-flash-attn": (0, "flash attention is used where the device has it"),
+    "--no-masked-softmax-fusion": (0, _FUSED),
+    "--no-bias-gelu-fusion": (0, _FUSED),
+    "--no-bias-swiglu-fusion": (0, _FUSED),
+    "--no-bias-dropout-fusion": (0, _FUSED),
+    "--no-rope-fusion": (0, _FUSED),
+    "--apply-rope-fusion": (0, _FUSED),
+    "--no-persist-layer-norm": (0, _FUSED),
+    "--cross-entropy-loss-fusion": (0, "the loss is always chunked and never holds all logits"),
+    "--cross-entropy-fusion-impl": (1, "the loss is always chunked and never holds all logits"),
+    "--gradient-accumulation-fusion": (0, _ACC),
+    "--no-gradient-accumulation-fusion": (0, _ACC),
+    "--accumulate-allreduce-grads-in-fp32": (0, _ACC),
+    "--attention-softmax-in-fp32": (0, "the softmax of attention always sums in float32"),
+    "--no-query-key-layer-scaling": (0, "scores are never scaled by the layer number"),
+    "--calculate-per-token-loss": (0, "the loss is always the mean over the unmasked tokens of the whole step"),
+    "--distributed-backend": (1, "the back end follows the device: gloo on CPU, NCCL on GPU"),
+    "--distributed-timeout-minutes": (1, _SETUP),
+    "--disable-gloo-process-groups": (0, _SETUP),
+    "--enable-gloo-process-groups": (0, _SETUP),
+    "--lazy-mpu-init": (1, _SETUP),
+    "--local-rank": (1, "ranks come from the launcher's environment"),
+    "--use-cpu-initialization": (0, _LAYOUT),
+    "--no-initialization": (0, _LAYOUT),
+    "--no-async-tensor-model-parallel-allreduce": (0, _COMM),
+    "--tp-comm-overlap": (0, _COMM),
+    "--overlap-p2p-communication": (0, _COMM),
+    "--no-overlap-p2p-communication": (0, _COMM),
+    "--use-ring-exchange-p2p": (0, _COMM),
+    "--no-align-grad-reduce": (0, _COMM),
+    "--no-align-param-gather": (0, _COMM),
+    "--ddp-average-in-collective": (0, "the loss is normalised before the backward, nothing is averaged"),
+    "--deterministic-mode": (0, "the same layout and seed always give the same numbers"),
+    "--manual-gc": (0, _HOST),
+    "--manual-gc-interval": (1, _HOST),
+    "--num-workers": (1, "samples are cut from memory-mapped files without loader processes"),
+    "--no-mmap-bin-files": (0, "data files are always memory-mapped"),
+    "--no-create-attention-mask-in-dataloader": (0, _PAD),
+    "--create-attention-mask-in-dataloader": (0, _PAD),
+    "--test-data-path": (-1, _TEST),
+    "--trust-remote-code": (0, "tokenizers are local files and run no code of their own"),
+    "--ckpt-format": (1, _FORMAT),
+    "--use-dist-ckpt": (0, _FORMAT),
+    "--dist-ckpt-format": (1, _FORMAT),
+    "--dist-ckpt-strictness": (1, "loading is always strict, in both directions"),
+    "--auto-detect-ckpt-format": (0, _FORMAT),
+    "--ckpt-fully-parallel-save": (0, _FORMAT),
+    "--no-ckpt-fully-parallel-save": (0, _FORMAT),
+    "--ckpt-fully-parallel-load": (0, _FORMAT),
+    "--ckpt-assume-constant-structure": (0, _FORMAT),
+    "--async-save": (0, "saves are synchronous in this version"),
+    "--no-save-rng": (0, "no random state exists: numbers are functions of the seed and the position"),
+    "--no-load-rng": (0, "no random state exists: numbers are functions of the seed and the position"),
+    "--use-checkpoint-args": (0, _CONFIG),
+    "--use-mp-args-from-checkpoint-args": (0, _CONFIG),
+    "--exit-on-missing-checkpoint": (0, "a --load that finds nothing is always refused"),
+    "--override-opt_param-scheduler": (0, "options given now always override the checkpoint's"),
+    "--override-opt-param-scheduler": (0, "options given now always override the checkpoint's"),
+    "--tensorboard-dir": (1, _TB),
+    "--tensorboard-log-interval": (1, _TB),
+    "--tensorboard-queue-size": (1, _TB),
+    "--log-timers-to-tensorboard": (0, _TB),
+    "--log-memory-to-tensorboard": (0, _TB),
+    "--log-loss-scale-to-tensorboard": (0, _TB),
+    "--no-log-loss-scale-to-tensorboard": (0, _TB),
+    "--log-learning-rate-to-tensorboard": (0, _TB),
+    "--no-log-learning-rate-to-tensorboard": (0, _TB),
+    "--log-batch-size-to-tensorboard": (0, _TB),
+    "--log-world-size-to-tensorboard": (0, _TB),
+    "--log-validation-ppl-to-tensorboard": (0, _TB),
+    "--wandb-save-dir": (1, "Weights & Biases writes under the run directory"),
+    "--log-throughput": (0, _LOG),
+    "--log-progress": (0, _LOG),
+    "--log-params-norm": (0, "the norm of the parameters is not logged"),
+    "--log-num-zeros-in-grad": (0, "zeros in the gradient are not counted"),
+    "--log-energy": (0, "energy is not logged"),
+    "--timing-log-level": (1, _TIME),
+    "--timing-log-option": (1, _TIME),
+    "--barrier-with-L1-time": (0, _TIME),
+    "--no-barrier-with-level-1-timing": (0, _TIME),
+    "--enable-one-logger": (0, "nothing is sent anywhere unless --wandb-project asks for it"),
+    "--no-one-logger": (0, "nothing is sent anywhere unless --wandb-project asks for it"),
+    "--log-straggler": (0, "per-rank step times are not compared in this version"),
+    "--check-for-nan-in-loss-and-grad": (0, "a gradient norm that is not finite always skips or stops the step"),
+}

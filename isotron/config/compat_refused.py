@@ -1,0 +1,135 @@
+"""Options of Megatron that would change numbers or memory and that isotron does not have: what to use instead. PURE."""
+
+from __future__ import annotations
+
+_OUT = "leave it out"
+_ZERO = "optimizer state is sharded with ZeRO-1 only in this version"
+_LLAMA = "--family llama without it"
+_RECOMPUTE = "--recompute selective, or --recompute full for the least memory"
+_STEPS = "the length of a run is counted in steps"
+_STAGES = "layers are dealt to pipeline stages by number"
+_BUILT = "this part is not built yet"
+
+# option: (case, fix)
+REFUSED: dict[str, tuple[str, str]] = {
+    "--finetune": (
+        "fine-tuning is not built yet",
+        "isotron train --load DIR to continue pre-training from a checkpoint",
+    ),
+    "--pretrained-checkpoint": ("fine-tuning is not built yet", "--load DIR to continue pre-training"),
+    "--no-load-optim": ("a checkpoint is always resumed with its optimizer state", _OUT),
+    "--no-save-optim": ("a checkpoint always holds the optimizer state, so that it can be resumed", _OUT),
+    "--ckpt-step": ("the step is part of the path", "--load DIR/step_00000010"),
+    "--use-checkpoint-opt_param-scheduler": ("options given now override the checkpoint's", "leave it and --lr out"),
+    "--use-checkpoint-opt-param-scheduler": ("options given now override the checkpoint's", "leave it and --lr out"),
+    "--rampup-batch-size": ("the batch size is constant in this version", "--global-batch-size 128"),
+    "--step-batch-size-schedule": ("the batch size is constant in this version", "--global-batch-size 128"),
+    "--decrease-batch-size-if-needed": ("a batch that does not divide is refused", "--global-batch-size 128"),
+    "--exit-interval": (_STEPS, "--train-iters 100 --lr-decay-iters 1000 to stop early on a longer schedule"),
+    "--exit-duration-in-mins": (_STEPS, "--train-iters 100 --lr-decay-iters 1000 and --save-interval 50"),
+    "--exit-signal-handler": ("signals do not save a checkpoint in this version", "--save-interval 50"),
+    "--iterations-to-skip": ("steps cannot be skipped in this version", _OUT),
+    "--skip-train": ("a run always trains", _OUT),
+    "--full-validation": ("an evaluation has a fixed number of batches", "--eval-iters 100"),
+    "--recompute-modules": ("selective recompute has one fixed set of operations", _RECOMPUTE),
+    "--distribute-saved-activations": ("saved activations are split by sequence parallelism", "--sequence-parallel"),
+    "--cpu-offloading-num-layers": ("activations are not offloaded", _RECOMPUTE),
+    "--fine-grained-activation-offloading": ("activations are not offloaded", _RECOMPUTE),
+    "--optimizer-cpu-offload": ("optimizer state is not offloaded", "--zero 1 with more --dp"),
+    "--use-megatron-fsdp": (_ZERO, "--zero 1"),
+    "--use-custom-fsdp": (_ZERO, "--zero 1"),
+    "--use-torch-fsdp2": (_ZERO, "--zero 1"),
+    "--data-parallel-sharding-strategy": (_ZERO, "--zero 1"),
+    "--use-precision-aware-optimizer": ("masters and moments are always float32 (or float64)", _OUT),
+    "--grad-reduce-in-bf16": ("gradients are always reduced in float32 (or float64)", _OUT),
+    "--fp16-lm-cross-entropy": ("the loss is always summed in float32 or wider", _OUT),
+    "--fp32-residual-connection": ("the residual stream has the dtype of the weights", "--dtype float32"),
+    "--apply-query-key-layer-scaling": ("scores are never scaled by the layer number", _OUT),
+    "--apply-residual-connection-post-layernorm": ("residuals are taken before the norm", _OUT),
+    "--apply-layernorm-1p": ("norm gains are stored as they are", _OUT),
+    "--qk-layernorm": ("no family here normalises queries and keys", _LLAMA),
+    "--add-qkv-bias": ("no family here has biases on queries, keys and values only", _LLAMA),
+    "--squared-relu": (
+        "the activations are gelu, gelu_tanh (gpt) and SwiGLU (llama)",
+        "--family gpt --activation gelu",
+    ),
+    "--quick-geglu": ("the activations are gelu, gelu_tanh (gpt) and SwiGLU (llama)", "--family gpt --activation gelu"),
+    "--rotary-interleaved": ("rotary pairs are split in halves", _LLAMA),
+    "--rotary-seq-len-interpolation-factor": ("rotary frequencies are not scaled", "--rope-theta 500000"),
+    "--use-rope-scaling": ("rotary frequencies are not scaled", "--rope-theta 500000"),
+    "--rope-scaling-factor": ("rotary frequencies are not scaled", "--rope-theta 500000"),
+    "--window-size": ("attention is over the whole sequence", _OUT),
+    "--multi-latent-attention": (_BUILT, _LLAMA),
+    "--num-experts": ("mixture-of-experts models are not built yet", _LLAMA),
+    "--spec": ("models are chosen by family", "--family gpt"),
+    "--init-method-xavier-uniform": ("initial weights are normal", "--init-method-std 0.02"),
+    "--embedding-init-method-std": ("embeddings are drawn like all weights", "--init-method-std 0.02"),
+    "--data-parallel-random-init": ("replicas start equal", "--seed 1234"),
+    "--padded-vocab-size": ("the padding follows from a divisor", "--make-vocab-size-divisible-by 128"),
+    "--no-pad-vocab-size": ("the padding follows from a divisor", "--make-vocab-size-divisible-by 1"),
+    "--vocab-extra-ids": ("the tokenizer's files hold all its tokens", _OUT),
+    "--tokenizer-special-tokens": ("the tokenizer's files hold all its tokens", _OUT),
+    "--tiktoken-pattern": ("the pattern follows from the file", _OUT),
+    "--pipeline-model-parallel-layout": (_STAGES, "--layers-per-stage 3,5,5,3"),
+    "--account-for-embedding-in-pipeline-split": (_STAGES, "--first-stage-layers 3"),
+    "--account-for-loss-in-pipeline-split": (_STAGES, "--last-stage-layers 3"),
+    "--microbatch-group-size-per-virtual-pipeline-stage": ("the interleaved table works in groups of pp", _OUT),
+    "--use-tp-pp-dp-mapping": ("ranks are ordered TP, DP, PP, fastest first", _OUT),
+    "--defer-embedding-wgrad-compute": ("weight gradients are not deferred", _OUT),
+    "--delay-wgrad-compute": ("weight gradients are not deferred", _OUT),
+    "--ddp-num-buckets": ("buckets are given by size", "--ddp-bucket-size 40000000"),
+    "--decoupled-lr": ("all weights share one learning rate", "--lr 0.0003"),
+    "--decoupled-min-lr": ("all weights share one learning rate", "--min-lr 0.00003"),
+    "--sgd-momentum": ("the optimizer is AdamW", "--optimizer adamw"),
+    "--per-split-data-args-path": ("data is given on the command line", "--data-path PREFIX"),
+    "--data-args-path": ("data is given on the command line", "--data-path PREFIX"),
+    "--decoder-seq-length": ("no encoder-decoder family is built yet", "--seq-length 1024"),
+    "--fim-data": ("fill-in-the-middle data is not built yet", _OUT),
+    "--sft": ("fine-tuning is not built yet", "isotron train --load DIR"),
+    "--no-check-for-nan-in-loss-and-grad": ("a step that is not finite is never applied", _OUT),
+    "--wandb-entity": ("the entity is Weights & Biases' own setting", "the environment variable WANDB_ENTITY"),
+    "--profile": ("profiling is not built yet", "python -m cProfile on a run with --tp 1 --pp 1 --dp 1"),
+    "--use-pytorch-profiler": ("profiling is not built yet", "python -m cProfile on a run with --tp 1 --pp 1 --dp 1"),
+    "--use-legacy-models": ("there is one implementation of each family", _OUT),
+    "--yaml-cfg": ("config files are TOML", "--config run.toml"),
+}
+
+# Beginnings of options of whole areas.
+PREFIXES: dict[str, tuple[str, str]] = {
+    "--moe-": ("mixture-of-experts models are not built yet", _LLAMA),
+    "--fp8-": ("8-bit training is not built yet", "--dtype bfloat16"),
+    "--fp4-": ("4-bit training is not built yet", "--dtype bfloat16"),
+    "--mtp-": ("multi-token prediction is not built yet", _OUT),
+    "--retro-": ("retrieval models are not built yet", _OUT),
+    "--rl-": ("reinforcement learning is not built yet", _OUT),
+    "--bert-": ("the families are gpt and llama", "--family gpt"),
+    "--hybrid-": ("the families are gpt and llama", "--family llama"),
+    "--mamba-": ("the families are gpt and llama", "--family llama"),
+    "--cuda-graph-": ("CUDA graphs are not built yet", _OUT),
+    "--offload-": ("nothing is offloaded in this version", _OUT),
+    "--inference-": ("training has no inference options", "isotron generate --help"),
+}
+
+# option: (the only values accepted, case for others, fix)
+ONLY: dict[str, tuple[tuple[str, ...], str, str]] = {
+    "--context-parallel-size": (
+        ("1",),
+        "context parallelism is not built yet",
+        "--context-parallel-size 1, and --tp 2 --sequence-parallel to split the sequence",
+    ),
+    "--cp": (
+        ("1",),
+        "context parallelism is not built yet",
+        "--cp 1, and --tp 2 --sequence-parallel to split the sequence",
+    ),
+    "--expert-model-parallel-size": (("1",), "expert parallelism is not built yet", "--expert-model-parallel-size 1"),
+    "--ep": (("1",), "expert parallelism is not built yet", "--ep 1"),
+    "--expert-tensor-parallel-size": (("1",), "expert parallelism is not built yet", "--expert-tensor-parallel-size 1"),
+    "--rotary-percent": (("1.0", "1"), "rotary positions cover the whole head", "--rotary-percent 1.0"),
+    "--num-distributed-optimizer-instances": (
+        ("1",),
+        "optimizer state is sharded over all of dp",
+        "--num-distributed-optimizer-instances 1",
+    ),
+    "--empty-unused-memory-level": (("0",), "cached memory is kept", "--empty-unused-memory-level 0"),
+}
