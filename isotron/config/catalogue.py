@@ -114,7 +114,7 @@ def check_value(option: Option, value: Any) -> Any:
 
 def _number(kind: Any, word: str, name: str) -> Any:
     try:
-        value = kind(word)
+        value: float = kind(word)
     except ValueError:
         raise ValueError(f"{word!r} is not {KINDS[name]}") from None
     if not math.isfinite(value):

@@ -8,13 +8,15 @@ _LLAMA = "--family llama without it"
 _RECOMPUTE = "--recompute selective, or --recompute full for the least memory"
 _STEPS = "the length of a run is counted in steps"
 _STAGES = "layers are dealt to pipeline stages by number"
+_CONTEXT = "context parallelism is not built yet"
+_EXPERT = "expert parallelism is not built yet"
 _BUILT = "this part is not built yet"
 
 # option: (case, fix)
 REFUSED: dict[str, tuple[str, str]] = {
     "--finetune": (
         "fine-tuning is not built yet",
-        "isotron train --load DIR to continue pre-training from a checkpoint",
+        "isotron train --load DIR continues pre-training",
     ),
     "--pretrained-checkpoint": ("fine-tuning is not built yet", "--load DIR to continue pre-training"),
     "--no-load-optim": ("a checkpoint is always resumed with its optimizer state", _OUT),
@@ -114,17 +116,17 @@ PREFIXES: dict[str, tuple[str, str]] = {
 ONLY: dict[str, tuple[tuple[str, ...], str, str]] = {
     "--context-parallel-size": (
         ("1",),
-        "context parallelism is not built yet",
-        "--context-parallel-size 1, and --tp 2 --sequence-parallel to split the sequence",
+        _CONTEXT,
+        "--context-parallel-size 1 with --tp 2 --sequence-parallel",
     ),
     "--cp": (
         ("1",),
-        "context parallelism is not built yet",
-        "--cp 1, and --tp 2 --sequence-parallel to split the sequence",
+        _CONTEXT,
+        "--cp 1 with --tp 2 --sequence-parallel",
     ),
-    "--expert-model-parallel-size": (("1",), "expert parallelism is not built yet", "--expert-model-parallel-size 1"),
-    "--ep": (("1",), "expert parallelism is not built yet", "--ep 1"),
-    "--expert-tensor-parallel-size": (("1",), "expert parallelism is not built yet", "--expert-tensor-parallel-size 1"),
+    "--expert-model-parallel-size": (("1",), _EXPERT, "--expert-model-parallel-size 1"),
+    "--ep": (("1",), _EXPERT, "--ep 1"),
+    "--expert-tensor-parallel-size": (("1",), _EXPERT, "--expert-tensor-parallel-size 1"),
     "--rotary-percent": (("1.0", "1"), "rotary positions cover the whole head", "--rotary-percent 1.0"),
     "--num-distributed-optimizer-instances": (
         ("1",),

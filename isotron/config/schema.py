@@ -80,15 +80,15 @@ def to_dict(config: RunConfig) -> dict[str, dict[str, Any]]:
 
 def from_dict(tree: Mapping[str, Mapping[str, Any]]) -> RunConfig:
     """The config that `to_dict` wrote; leaves it lacks keep their defaults, names it should not have are refused."""
-    sections = {}
+    sections: dict[str, Any] = {}
     for section, table in tree.items():
         if section not in SECTIONS:
             raise refuse(f"config section {section!r}", f"the sections are {', '.join(SECTIONS)}", "leave it out")
-        leaves = {k: tuple(v) if isinstance(v, list) else v for k, v in table.items()}
+        leaves: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in table.items()}
         family = leaves.pop("family", DEFAULT_FAMILY) if section == "model" else ""
         if family and family not in MODELS:
             raise refuse(f"model family {family!r}", f"the families are {', '.join(MODELS)}", f"{DEFAULT_FAMILY!r}")
-        cls = MODELS[family] if family else type(SECTIONS[section])
+        cls: Any = MODELS[family] if family else type(SECTIONS[section])
         unknown = sorted(set(leaves) - set(cls.__dataclass_fields__))
         if unknown:
             raise refuse(f"config entries {', '.join(unknown)}", f"[{section}] has no such entries", "leave them out")

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import difflib
-import tomllib
+import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from isotron.config.catalogue import Option, catalogue, check_value
 from isotron.config.schema import MODELS, PRESETS, SECTIONS
 from isotron.core.errors import Problem
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 CHOOSERS = {
     "family": Option("family", "str", "", "model family; the default is llama", "model", tuple(MODELS)),
