@@ -15,6 +15,7 @@ import pickle
 import signal
 import sys
 import threading
+import time
 import types
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import connection
@@ -118,6 +119,26 @@ def settle(threads: int) -> None:
     import torch
 
     torch.set_num_threads(threads)
+
+
+def shutdown() -> None:
+    """Destroys the process groups; call it in a `finally`, since a process that exits with one open may abort."""
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def end_with_launcher() -> None:
+    """For processes that another launcher started: end when it does, so that its crash leaves no orphan."""
+    launcher = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == launcher:
+            time.sleep(WATCH_SECONDS)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def _end_with_parent() -> None:

@@ -1,0 +1,212 @@
+"""CPU or CUDA: which device, which back end, which number types, and what it can do. The only place that asks.
+
+What a device cannot do is refused with an error that names what works, or emulated: `support` says which.
+"""
+
+from __future__ import annotations
+
+import platform
+import resource
+import sys
+from dataclasses import dataclass
+
+import torch
+
+from isotron.core.errors import Problem, refuse
+from isotron.core.peaks import peak_flops
+
+__all__ = [
+    "Capabilities",
+    "activate",
+    "backend",
+    "capabilities",
+    "check",
+    "count",
+    "device_name",
+    "dtype_of",
+    "is_cuda",
+    "peak_flops",
+    "peak_memory",
+    "reset_peak_memory",
+    "resolve",
+    "support",
+    "synchronize",
+    "total_memory",
+]
+
+DTYPES: dict[str, torch.dtype] = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+# ---- what a device can do ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What a generation of devices does in hardware: `native` number types, flash attention, TF32 matmul."""
+
+    generation: str
+    native: frozenset[str]
+    flash: bool = False
+    tf32: bool = False
+
+
+_BASE = ("float64", "float32", "float16")
+
+CPU = Capabilities("CPU", frozenset({*_BASE, "bfloat16"}), flash=True)
+PASCAL = Capabilities("Pascal or older", frozenset(_BASE))
+VOLTA = Capabilities("Volta", frozenset(_BASE))
+TURING = Capabilities("Turing", frozenset(_BASE))
+AMPERE = Capabilities("Ampere", frozenset({*_BASE, "bfloat16"}), flash=True, tf32=True)
+ADA = Capabilities("Ada", AMPERE.native | {"float8"}, flash=True, tf32=True)
+HOPPER = Capabilities("Hopper", AMPERE.native | {"float8"}, flash=True, tf32=True)
+BLACKWELL = Capabilities("Blackwell", AMPERE.native | {"float8", "float4"}, flash=True, tf32=True)
+ROCM = Capabilities("ROCm", frozenset({*_BASE, "bfloat16"}), flash=True)
+
+# from this compute capability on
+GENERATIONS: tuple[tuple[tuple[int, int], Capabilities], ...] = (
+    ((10, 0), BLACKWELL),
+    ((9, 0), HOPPER),
+    ((8, 9), ADA),
+    ((8, 0), AMPERE),
+    ((7, 5), TURING),
+    ((7, 0), VOLTA),
+    ((0, 0), PASCAL),
+)
+
+EMULATED = frozenset({"float8", "float4"})  # rounded exactly in software: same numbers, no speed
+
+
+def of_compute_capability(version: tuple[int, int]) -> Capabilities:
+    """The row of the table that a compute capability such as (8, 6) falls into."""
+    return next(row for first, row in GENERATIONS if version >= first)
+
+
+def capabilities(device: torch.device) -> Capabilities:
+    """What this device can do."""
+    if device.type == "cpu":
+        return CPU
+    if torch.version.hip is not None:
+        return ROCM
+    return of_compute_capability(torch.cuda.get_device_capability(device))
+
+
+def support(able: Capabilities, dtype: str) -> str:
+    """`native`, `emulated` or `refused`."""
+    if dtype in able.native:
+        return "native"
+    return "emulated" if dtype in EMULATED else "refused"
+
+
+def check(device: torch.device | Capabilities, dtype: str) -> Problem | None:
+    """The problem with training in `dtype` on this device, or None; what is emulated is no problem."""
+    able = device if isinstance(device, Capabilities) else capabilities(device)
+    if support(able, dtype) != "refused":
+        return None
+    if dtype != "bfloat16":
+        return Problem(f"--dtype {dtype}", f"this is none of {', '.join(DTYPES)}", "--dtype float32")
+    return Problem(
+        f"--dtype bfloat16 on a {able.generation} GPU",
+        f"{able.generation} has no bfloat16 arithmetic; Ampere was the first with it",
+        "--dtype float16 (with dynamic loss scaling), or --dtype float32",
+    )
+
+
+# ---- which device -----------------------------------------------------------------------------------------------------
+
+
+def count(name: str = "auto") -> int:
+    """Processes that a machine takes at one per device: its GPUs; 1 for the CPU."""
+    return torch.cuda.device_count() if name != "cpu" and torch.cuda.is_available() else 1
+
+
+def resolve(name: str, local_rank: int = 0) -> torch.device:
+    """The device of a process: `auto` is CUDA where there is one, else the CPU; one GPU per local rank."""
+    if name not in ("auto", "cpu", "cuda"):
+        raise refuse(f"--device {name}", "the devices are auto, cpu and cuda", "--device auto")
+    available = torch.cuda.is_available()
+    if name == "cpu" or (name == "auto" and not available):
+        return torch.device("cpu")
+    if not available:
+        raise refuse("--device cuda", f"{_why_no_cuda()}", "--device cpu, or --device auto to take what there is")
+    devices = torch.cuda.device_count()
+    if local_rank >= devices:
+        raise refuse(
+            f"--device cuda for local rank {local_rank}",
+            f"this machine shows {devices} GPU(s), and each process needs one of its own",
+            f"at most {devices} process(es) on this machine (a smaller --tp, --pp or --dp), or --device cpu",
+        )
+    return torch.device("cuda", local_rank)
+
+
+def _why_no_cuda() -> str:
+    if torch.version.cuda is None and torch.version.hip is None:
+        return f"torch {torch.__version__} is a build without GPU support"
+    return f"torch {torch.__version__} finds no GPU (driver missing, or CUDA_VISIBLE_DEVICES is empty)"
+
+
+def activate(device: torch.device) -> None:
+    """Makes this the device of everything that names none; before the first collective."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
+def is_cuda(device: torch.device) -> bool:
+    """Whether work is queued on the device, so that clocks must wait for it."""
+    return device.type == "cuda"
+
+
+def backend(device: torch.device) -> str:
+    """The back end of collectives: `nccl` between GPUs, `gloo` between CPU processes."""
+    return "nccl" if device.type == "cuda" else "gloo"
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """The torch dtype of an option's value; refuses names that are not types to train in."""
+    if name not in DTYPES:
+        raise refuse(f"--dtype {name}", f"the dtypes are {', '.join(DTYPES)}", "--dtype float32")
+    return DTYPES[name]
+
+
+# ---- what it does now -------------------------------------------------------------------------------------------------
+
+
+def device_name(device: torch.device) -> str:
+    """The name that the driver gives the device; for the CPU the processor's architecture."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine() or "cpu"
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits until the device has done what was asked of it, so that a clock tells the truth."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def peak_memory(device: torch.device) -> int:
+    """Most bytes held: allocated tensors since the last reset on a GPU, the process's resident peak on the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux KiB
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    """Starts the peak anew on a GPU; the CPU's is the process's and cannot be reset."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def total_memory(device: torch.device) -> int | None:
+    """Bytes of the device, or of the machine for the CPU; None where the system does not say."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    import os
+
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError):
+        return None

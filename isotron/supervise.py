@@ -1,0 +1,220 @@
+"""`run_local`: the processes of one command on this machine, watched until all have ended.
+
+Output goes straight to this process's own output. One failing rank ends all within seconds, and the message names the
+rank that failed first, since what the others report is mostly its echo.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from multiprocessing import Pipe, connection
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from isotron import processes
+from isotron.core.errors import Refused
+
+STORE_VARIABLE = "ISOTRON_STORE"
+GRACE_SECONDS = 3.0  # how long the others may go on once one has failed
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a child is to do, and where."""
+
+    target: str
+    args: tuple[Any, ...]
+    environment: dict[str, str]
+    path: list[str]
+    directory: str
+    threads: int
+
+
+@dataclass(frozen=True)
+class Report:
+    """How a child's function ended: an exit code, and why where that is not 0."""
+
+    code: int
+    refused: Refused | None = None
+    failure: str = ""
+
+
+@dataclass
+class Rank:
+    """One child: its process, the pipe that its report comes through, and the report."""
+
+    number: int
+    process: BaseProcess
+    pipe: connection.Connection
+    report: Report | None = None
+    code: int | None = field(default=None)
+
+
+def run_local(target: str, world: int, args: tuple[Any, ...] = ()) -> int:
+    """Runs `target` ("module:function") with `args` on `world` processes of this machine; returns the exit code.
+
+    An int that the function returns is its exit code, anything else is 0. A world of 1 runs in place. SIGTERM and
+    SIGINT are passed on, a second one kills. Raises `Refused` where that is what a rank raised; any other failure is
+    printed with the rank's number: its exit code is returned, or 128 + the signal that ended it.
+    """
+    if world == 1:
+        result = processes.find(target)(*args)
+        return result if isinstance(result, int) else 0
+    directory = tempfile.mkdtemp(prefix="isotron-run-")
+    ranks: list[Rank] = []
+    try:
+        with _forwarding(ranks):
+            for number in range(world):
+                ranks.append(_start(number, world, target, args, directory))
+            first = _watch(ranks)
+    finally:
+        for rank in ranks:
+            processes.kill(rank.process)
+            rank.pipe.close()
+        shutil.rmtree(directory, ignore_errors=True)
+    return 0 if first is None else _verdict(first, ranks)
+
+
+def threads_per_process(world: int) -> int:
+    """OMP_NUM_THREADS where the user set it, else an equal share of the cores that this process may use."""
+    asked = os.environ.get("OMP_NUM_THREADS", "")
+    if asked.isdigit() and int(asked) > 0:
+        return int(asked)
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    return max(1, cores // world)
+
+
+def _start(number: int, world: int, target: str, args: tuple[Any, ...], directory: str) -> Rank:
+    environment = dict(os.environ)
+    environment |= {"RANK": str(number), "WORLD_SIZE": str(world), STORE_VARIABLE: f"{directory}/store"}
+    environment |= {"LOCAL_RANK": str(number), "LOCAL_WORLD_SIZE": str(world)}
+    job = Job(target, args, environment, list(sys.path), os.getcwd(), threads_per_process(world))
+    ours, theirs = Pipe()
+    # the fork server may have been started with other outputs than this process has now
+    outputs = [connection.Connection(os.dup(fd), readable=False) for fd in (1, 2)]
+    sys.stdout.flush()
+    process = processes.start(_child, (theirs, *outputs), f"isotron-rank-{number}")
+    for handle in (theirs, *outputs):
+        handle.close()
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # seen as a dead process by _watch
+        processes.send(ours, job)
+    return Rank(number, process, ours)
+
+
+@contextlib.contextmanager
+def _forwarding(ranks: list[Rank]) -> Iterator[None]:
+    """Passes SIGTERM and SIGINT on to the children; the second one kills them."""
+    seen: list[int] = []
+
+    def forward(signum: int, frame: object) -> None:
+        seen.append(signum)
+        for rank in ranks:
+            with contextlib.suppress(ProcessLookupError):
+                if rank.process.pid is not None and rank.code is None:
+                    os.kill(rank.process.pid, signum if len(seen) == 1 else signal.SIGKILL)
+
+    if threading.current_thread() is not threading.main_thread():  # only the main thread may set handlers
+        yield
+        return
+    before = {number: signal.signal(number, forward) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _watch(ranks: list[Rank]) -> Rank | None:
+    """Waits for all children; gives the first that failed, or None. After a failure the others get GRACE_SECONDS."""
+    first: Rank | None = None
+    deadline: float | None = None
+    waiting = list(ranks)
+    while waiting:
+        left = None if deadline is None else deadline - time.monotonic()
+        if left is not None and left <= 0:
+            break
+        ready = connection.wait([rank.process.sentinel for rank in waiting], timeout=left)
+        ended = [rank for rank in waiting if rank.process.sentinel in ready]
+        for rank in ended:
+            _take_end(rank)
+            waiting.remove(rank)
+        failed = [rank for rank in ended if rank.code != 0]
+        if failed and first is None:
+            # one that died without a word is the cause; one with a report may only have lost its peer
+            first = min(failed, key=lambda rank: (rank.report is not None, rank.number))
+            deadline = time.monotonic() + GRACE_SECONDS
+    return first
+
+
+def _take_end(rank: Rank) -> None:
+    with contextlib.suppress(EOFError, ConnectionResetError):
+        if rank.pipe.poll():
+            rank.report = rank.pipe.recv()
+    rank.process.join()
+    rank.code = rank.process.exitcode
+
+
+def _verdict(first: Rank, ranks: list[Rank]) -> int:
+    """Says what happened, once and with the rank's number; the exit code."""
+    if first.report is not None and first.report.refused is not None:
+        raise first.report.refused
+    others = [rank.number for rank in ranks if rank is not first and rank.code is None]
+    stopped = f"; stopped with it: {', '.join(map(str, others))}" if others else ""
+    lines = [f"isotron: rank {first.number} of {len(ranks)} failed: {processes.describe_exit(first.code)}{stopped}"]
+    if first.report is not None and first.report.failure:
+        lines.append(first.report.failure.rstrip())
+    for rank in ranks:
+        if rank is not first and rank.report is not None and rank.report.failure:
+            lines.append(f"isotron: then rank {rank.number}: {rank.report.failure.rstrip().splitlines()[-1]}")
+    print("\n".join(lines), file=sys.stderr, flush=True)
+    code = first.code if first.code is not None else 1
+    return code if code > 0 else 128 - code
+
+
+# ---- what runs in a child ---------------------------------------------------------------------------------------------
+
+
+def _child(pipe: connection.Connection, out: connection.Connection, err: connection.Connection) -> None:
+    os.dup2(out.fileno(), 1)
+    os.dup2(err.fileno(), 2)
+    report = Report(1)
+    try:
+        job: Job = pipe.recv()
+        os.environ.clear()
+        os.environ.update(job.environment)
+        os.chdir(job.directory)
+        sys.path[:] = job.path
+        processes.settle(job.threads)
+        report = _report(job)
+    except BaseException:
+        report = Report(1, failure=traceback.format_exc())
+    finally:
+        processes.send(pipe, report)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(report.code)  # an interpreter that ends with threads of gloo alive may abort
+
+
+def _report(job: Job) -> Report:
+    """Runs the function; a group that it leaves open is destroyed."""
+    try:
+        result = processes.find(job.target)(*job.args)
+        return Report(result if isinstance(result, int) else 0)
+    except Refused as refused:
+        return Report(refused.exit_code, refused=refused)
+    except SystemExit as leave:
+        return Report(leave.code if isinstance(leave.code, int) else int(leave.code is not None), failure=str(leave))
+    except KeyboardInterrupt:
+        return Report(130, failure="interrupted")
+    finally:
+        processes.shutdown()
