@@ -187,6 +187,7 @@ def _verdict(first: Rank, ranks: list[Rank]) -> int:
 def _child(pipe: connection.Connection, out: connection.Connection, err: connection.Connection) -> None:
     os.dup2(out.fileno(), 1)
     os.dup2(err.fileno(), 2)
+    sys.stdout = open(1, "w", buffering=1, encoding="utf-8", closefd=False)  # whole lines: ranks write side by side
     report = Report(1)
     try:
         job: Job = pipe.recv()
