@@ -1,0 +1,17 @@
+"""Options of saving and loading: the config section `[checkpoint]`. PURE."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from isotron.core.options import option
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """Where checkpoints go and come from."""
+
+    save: str = option("", "directory for checkpoints; empty means the run directory")
+    load: str = option("", "a run directory or one step_XXXXXXXX directory to resume from")
+    save_interval: int = option(0, "steps between checkpoints; 0 means only the last step", unit="steps")
+    keep_last: int = option(0, "complete checkpoints to keep; 0 means all")

@@ -1,0 +1,56 @@
+"""Write files so that they are on disk and known by their hash, and directories that survive a power cut. PURE."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from isotron.core.checkpoint.format import FileEntry
+
+BLOCK_BYTES = 2**22
+
+
+def write_blocks(file: Path, blocks: Iterator[bytes | memoryview]) -> FileEntry:
+    """Write a new file from blocks of bytes, hashing on the way, and sync it to disk."""
+    digest, size = hashlib.sha256(), 0
+    with file.open("xb") as f:
+        for block in blocks:
+            f.write(block)
+            digest.update(block)
+            size += len(block)
+        f.flush()
+        os.fsync(f.fileno())
+    return FileEntry(size, digest.hexdigest())
+
+
+def write_extra(directory: Path, name: str, content: bytes | Path) -> FileEntry:
+    """Write one further file, given as bytes or as a file to copy, with the directories on its way."""
+    file = directory / name
+    file.parent.mkdir(parents=True, exist_ok=True)
+    entry = write_blocks(file, iter([content]) if isinstance(content, bytes) else _read_blocks(content))
+    for parent in file.relative_to(directory).parents:
+        sync_directory(directory / parent)
+    return entry
+
+
+def _read_blocks(file: Path) -> Iterator[bytes]:
+    with file.open("rb") as f:
+        while block := f.read(BLOCK_BYTES):
+            yield block
+
+
+def sync_directory(directory: Path) -> None:
+    """Make created and renamed entries of a directory survive a power cut."""
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def free_bytes(directory: Path) -> int:
+    """Bytes that can still be written where `directory` lies."""
+    return shutil.disk_usage(directory).free

@@ -1,0 +1,72 @@
+"""Make a finished temporary directory the checkpoint of its step: rename, pointer, prune, in this order. PURE.
+
+At every moment the run directory holds at least one complete checkpoint that `locate.find` finds. One process of a run
+does this, the others wait.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from isotron.core.checkpoint.disk import sync_directory, write_blocks
+from isotron.core.checkpoint.locate import LATEST, OLD, STEP, TEMPORARY, is_complete, steps
+
+
+def temporary(run: Path, name: str) -> Path:
+    """Where the step `name` is written before it is complete."""
+    return run / f"{name}.tmp"
+
+
+def clean_up(run: Path) -> None:
+    """Remove what interrupted saves left; a step whose replacement was cut off gets its old version back."""
+    for entry in sorted(run.iterdir()):
+        if TEMPORARY.fullmatch(entry.name):
+            _remove(entry)
+        elif OLD.fullmatch(entry.name):
+            step = entry.with_suffix("")
+            if step.exists():
+                _remove(entry)
+            else:
+                os.replace(entry, step)
+
+
+def _remove(entry: Path) -> None:
+    if entry.is_dir() and not entry.is_symlink():
+        shutil.rmtree(entry)
+    else:
+        entry.unlink()
+
+
+def publish(run: Path, name: str, keep_last: int) -> Path:
+    """Turn `NAME.tmp`, complete and synced, into `NAME`, point `latest` at it, and keep `keep_last` steps (0: all)."""
+    new, step, old = temporary(run, name), run / name, run / f"{name}.old"
+    if step.exists():  # two renames; between them the old version is complete and found under its other name
+        os.replace(step, old)
+    os.replace(new, step)
+    sync_directory(run)
+    pointer = run / f"{LATEST}.tmp"
+    pointer.unlink(missing_ok=True)
+    write_blocks(pointer, iter([f"{name}\n".encode()]))
+    os.replace(pointer, run / LATEST)
+    sync_directory(run)
+    if old.exists():
+        _remove(old)
+    prune(run, step, keep_last)
+    return step
+
+
+def prune(run: Path, current: Path, keep_last: int) -> None:
+    """Remove complete steps beyond the newest `keep_last`; `current` is always kept and counts as one of them.
+
+    Damaged steps neither count nor go: somebody may want to look at them. A step is renamed before it is removed, so
+    that a half-removed one is never taken for a damaged checkpoint.
+    """
+    if keep_last < 1:
+        return
+    others = [s for s in steps(run) if s != current and STEP.fullmatch(s.name) and is_complete(s)]
+    for step in reversed(others[keep_last - 1 :]):
+        doomed = temporary(run, step.name)
+        os.replace(step, doomed)
+        _remove(doomed)
