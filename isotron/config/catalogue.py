@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any, get_type_hints
@@ -17,6 +18,7 @@ KINDS = {
     "ints": "whole numbers such as 2,3,2",
     "strs": "one or more words",
 }
+_PARSERS: dict[str, Callable[[str], float]] = {"int": int, "float": float}
 _KIND_OF_TYPE = {int: "int", float: "float", str: "str", bool: "bool", tuple[int, ...]: "ints", tuple[str, ...]: "strs"}
 
 
@@ -90,7 +92,7 @@ def parse_words(option: Option, words: list[str]) -> Any:
         if word.lower() not in ("true", "false"):
             raise ValueError(f"{word!r} is not true or false")
         return word.lower() == "true"
-    return _chosen(option, _number(int if option.kind == "int" else float, word, option.kind))
+    return _chosen(option, _number(_PARSERS[option.kind], word, option.kind))
 
 
 def check_value(option: Option, value: Any) -> Any:
@@ -112,9 +114,9 @@ def check_value(option: Option, value: Any) -> Any:
     return _chosen(option, value)
 
 
-def _number(kind: Any, word: str, name: str) -> Any:
+def _number(kind: Callable[[str], float], word: str, name: str) -> Any:
     try:
-        value: float = kind(word)
+        value = kind(word)
     except ValueError:
         raise ValueError(f"{word!r} is not {KINDS[name]}") from None
     if not math.isfinite(value):

@@ -39,7 +39,7 @@ ALIASES: dict[str, str] = {
     "--top_p": "top_p",
 }
 # (leaf, value as Megatron spells it) -> value here. Megatron's adam has decoupled weight decay, which is AdamW.
-VALUE_ALIASES: dict[tuple[str, str], str] = {("optimizer", "adam"): "adamw", ("device", "gpu"): "cuda"}
+VALUE_ALIASES: dict[tuple[str, str], str] = {("optimizer", "adam"): "adamw"}
 
 # Leaves that begin with @ are resolved once the whole config is known: `switches` (model family), `settle` (the rest).
 SETS: dict[str, dict[str, Any]] = {

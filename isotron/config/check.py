@@ -1,0 +1,73 @@
+"""Check a whole config before any process starts: every broken rule at once. PURE.
+
+`finish` fills what depends on other values or on the world; `check` applies the declared rules to the finished config.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from isotron.config.rules import RANGES, Facts, Rule
+from isotron.config.rules_layout import LAYOUT_RULES
+from isotron.config.rules_run import RUN_RULES
+from isotron.config.schema import RunConfig, changed
+from isotron.core.errors import Problem
+
+RULES: tuple[Rule, ...] = (*RANGES, *LAYOUT_RULES, *RUN_RULES)
+
+
+def check(
+    config: RunConfig, world_size: int | None = None, device_count: int = 0, vocab_size: int = 0,
+    skip: Collection[str] = (),
+) -> list[Problem]:  # fmt: skip
+    """Every problem of a run. world_size: processes of a launcher, None when isotron starts them; device_count:
+    accelerators of this machine; vocab_size: the tokenizer's, 0 if unknown; skip: leaves that are not looked at.
+    """
+    return broken(config, Facts(world_size, device_count, vocab_size), skip)
+
+
+def broken(config: RunConfig, facts: Facts, skip: Collection[str] = ()) -> list[Problem]:
+    """Like `check`, with the facts as one value."""
+    problems, bad = [], set(skip)
+    for rule in RANGES:
+        if not bad.intersection(rule.leaves) and rule.broken(config, facts):
+            problems.append(rule.problem(config, facts))
+            bad.update(rule.leaves)
+    if bad.intersection(("tp", "pp", "dp", "micro_batch_size", "global_batch_size")):
+        bad.update(("dp", "global_batch_size"))  # their defaults depend on each other
+    else:
+        config = finish(config, facts.world_size, facts.device_count, facts.tokenizer_vocab)
+    for rule in (*LAYOUT_RULES, *RUN_RULES):
+        # a value that is out of range breaks every rule about it: one problem is enough
+        if not bad.intersection(rule.leaves) and rule.broken(config, facts):
+            problems.append(rule.problem(config, facts))
+    return problems
+
+
+def finish(
+    config: RunConfig, world_size: int | None = None, device_count: int = 0, vocab_size: int = 0
+) -> RunConfig:  # fmt: skip
+    """The config with every value that follows from others: dp, zero, global batch, positions, vocabulary."""
+    layout = config.layout
+    dp = layout.dp or _default_dp(config, world_size, device_count)
+    leaves = {
+        "dp": dp,
+        "zero": int(dp > 1) if layout.zero == -1 else layout.zero,
+        "sequence_parallel": layout.sequence_parallel and layout.tp > 1,
+        "global_batch_size": config.train.global_batch_size or config.train.micro_batch_size * dp,
+        "max_position_embeddings": config.model.max_position_embeddings or config.data.seq_length,
+        "vocab_size": config.model.vocab_size or vocab_size,
+    }
+    return changed(config, **leaves)
+
+
+def _default_dp(config: RunConfig, world_size: int | None, device_count: int) -> int:
+    """What the launcher's processes leave; else, on devices, the most that the batch divides into; 1 on CPU."""
+    unit = config.layout.tp * config.layout.pp
+    if world_size is not None:
+        return max(1, world_size // unit)
+    if config.train.device == "cpu":
+        return 1
+    batch, micro = config.train.global_batch_size, config.train.micro_batch_size
+    fits = [d for d in range(1, device_count // unit + 1) if not batch or batch % (micro * d) == 0]
+    return fits[-1] if fits else 1

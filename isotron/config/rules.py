@@ -1,0 +1,111 @@
+"""What a rule is, and the ranges of single values. PURE.
+
+A rule has a name, the leaves it looks at, a predicate that says whether it is broken, and the problem to report. Rules
+see a finished config (`finish`) and facts of the world. The fix of every problem begins with options and values that
+satisfy the rule; a test reads them back and applies them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from isotron.config.schema import RunConfig, value
+from isotron.core.errors import Problem
+
+
+@dataclass(frozen=True)
+class Facts:
+    """The world of a run: processes given by a launcher (None: isotron starts them), accelerators, tokenizer, files."""
+
+    world_size: int | None = None
+    device_count: int = 0
+    tokenizer_vocab: int = 0
+    exists: Callable[[str], bool] = os.path.exists
+    is_file: Callable[[str], bool] = os.path.isfile
+
+
+@dataclass(frozen=True)
+class Rule:
+    """`broken(config, facts)` says whether the rule is violated, `problem(config, facts)` then says how."""
+
+    name: str
+    leaves: tuple[str, ...]
+    broken: Callable[[RunConfig, Facts], bool]
+    problem: Callable[[RunConfig, Facts], Problem]
+
+
+def flag(leaf: str) -> str:
+    """--hidden-size for hidden_size."""
+    return "--" + leaf.replace("_", "-")
+
+
+def asked(config: RunConfig, *leaves: str) -> str:
+    """Options with their values, as typed."""
+    return " ".join(f"{flag(leaf)} {_text(value(config, leaf))}" for leaf in leaves)
+
+
+def _text(v: Any) -> str:
+    if isinstance(v, tuple):
+        return ",".join(map(str, v)) if v and isinstance(v[0], int) else " ".join(v)
+    return str(v).lower() if isinstance(v, bool) else str(v)
+
+
+def nearest_divisor(n: int, near: int) -> int:
+    """The divisor of n that is closest to `near`, the smaller one of two."""
+    return min((d for d in range(1, n + 1) if n % d == 0), key=lambda d: (abs(d - near), d))
+
+
+@dataclass(frozen=True)
+class Range:
+    """Legal values of one number; `example` is one of them."""
+
+    leaf: str
+    case: str
+    legal: Callable[[Any], bool]
+    example: Any
+
+    def rule(self) -> Rule:
+        """The range as a rule; a family without the field satisfies it."""
+        return Rule(
+            f"range of {self.leaf}",
+            (self.leaf,),
+            lambda c, f: value(c, self.leaf) is not None and not self.legal(value(c, self.leaf)),
+            lambda c, f: Problem(
+                asked(c, self.leaf), f"{self.leaf} must be {self.case}", f"{flag(self.leaf)} {self.example}"
+            ),
+        )
+
+
+_POSITIVE = {
+    "num_layers": 12, "hidden_size": 768, "num_attention_heads": 12, "seq_length": 1024, "tp": 1, "pp": 1, "vpp": 1,
+    "micro_batch_size": 1, "train_iters": 1000, "recompute_num_layers": 1, "make_vocab_size_divisible_by": 128,
+    "ddp_bucket_size": 40000000, "log_interval": 1, "loss_scale_window": 1000, "hysteresis": 2, "norm_epsilon": 1e-5,
+    "rope_theta": 10000.0, "init_method_std": 0.02, "adam_eps": 1e-8, "initial_loss_scale": 65536.0,
+    "min_loss_scale": 1.0,
+}  # fmt: skip
+_NOT_NEGATIVE = {
+    "num_key_value_heads": 0, "head_dim": 0, "ffn_hidden_size": 0, "vocab_size": 50257, "max_position_embeddings": 0,
+    "dp": 1, "first_stage_layers": 0, "last_stage_layers": 0, "global_batch_size": 128, "eval_interval": 0,
+    "eval_iters": 10, "check_interval": 100, "save_interval": 1000, "keep_last": 0, "lr_warmup_iters": 0,
+    "lr_decay_iters": 0, "lr_wsd_decay_iters": 0, "seed": 1234, "lr": 0.0003, "min_lr": 0.0, "lr_warmup_init": 0.0,
+    "clip_grad": 1.0, "loss_scale": 0.0, "weight_decay": 0.1,
+}  # fmt: skip
+_PROBABILITY = {"hidden_dropout": 0.1, "attention_dropout": 0.1, "adam_beta1": 0.9, "adam_beta2": 0.95}
+_RAMP = {"start_weight_decay": 0.0, "end_weight_decay": 0.1}
+
+RANGES: tuple[Rule, ...] = tuple(
+    r.rule()
+    for r in (
+        *(Range(leaf, "above 0", lambda v: v > 0, e) for leaf, e in _POSITIVE.items()),
+        *(Range(leaf, "0 or more", lambda v: v >= 0, e) for leaf, e in _NOT_NEGATIVE.items()),
+        *(Range(leaf, "at least 0 and below 1", lambda v: 0 <= v < 1, e) for leaf, e in _PROBABILITY.items()),
+        Range("lr_warmup_fraction", "between 0 and 1", lambda v: 0 <= v <= 1, 0.01),
+        *(
+            Range(leaf, "0 or more, or -1 for weight_decay", lambda v: v >= 0 or v == -1, e)
+            for leaf, e in _RAMP.items()
+        ),
+    )
+)

@@ -1,0 +1,200 @@
+"""Rules on how a model is cut: heads, widths, sequences, layers over ranks; ranks over processes and devices. PURE."""
+
+from __future__ import annotations
+
+from isotron.config.rules import Facts, Rule, asked, nearest_divisor
+from isotron.config.schema import RunConfig
+from isotron.core.errors import Problem, Refused
+from isotron.core.parallel.plan import split_layers
+
+
+def _heads_divide(c: RunConfig, f: Facts) -> Problem:
+    d, h = c.model.hidden_size, c.model.num_attention_heads
+    case = f"hidden_size {d} / {h} heads = {d / h:g}, and a head has a whole number of elements"
+    return Problem(
+        asked(c, "hidden_size", "num_attention_heads"), case, f"--num-attention-heads {nearest_divisor(d, h)}"
+    )
+
+
+def _rotary_even(c: RunConfig, f: Facts) -> Problem:
+    n = c.model.head_size
+    case = f"rotary positions turn pairs of elements, and a head has {n}"
+    return Problem(asked(c, "hidden_size", "num_attention_heads", "head_dim"), case, f"--head-dim {n + 1}")
+
+
+def _groups(c: RunConfig, f: Facts) -> Problem:
+    h, k = c.model.num_attention_heads, c.model.kv_heads
+    case = f"each key/value head serves the same number of query heads, and {h} / {k} = {h / k:g}"
+    fix = f"--num-key-value-heads {nearest_divisor(h, k)}"
+    return Problem(asked(c, "num_attention_heads", "num_key_value_heads"), case, fix)
+
+
+def _tp_heads(c: RunConfig, f: Facts) -> Problem:
+    h, tp = c.model.num_attention_heads, c.layout.tp
+    case = f"whole heads are dealt to tensor-parallel ranks, and {h} heads / {tp} ranks = {h / tp:g}"
+    return Problem(asked(c, "tp", "num_attention_heads"), case, f"--tp {nearest_divisor(h, tp)}")
+
+
+def _tp_groups(c: RunConfig, f: Facts) -> Problem:
+    k, tp = c.model.kv_heads, c.layout.tp
+    works = [t for t in range(1, tp + 1) if (k % t == 0 or t % k == 0) and c.model.num_attention_heads % t == 0]
+    case = (
+        f"key/value heads ({k}) and tensor-parallel ranks ({tp}) must divide one another, and neither divides the other"
+    )
+    return Problem(asked(c, "tp", "num_key_value_heads"), case, f"--tp {works[-1]}")
+
+
+def _tp_ffn(c: RunConfig, f: Facts) -> Problem:
+    w, tp = c.model.ffn, c.layout.tp
+    case = f"the MLP is split over tensor-parallel ranks, and ffn_hidden_size {w} / {tp} ranks = {w / tp:g}"
+    return Problem(f"{asked(c, 'tp')} --ffn-hidden-size {w}", case, f"--ffn-hidden-size {max(w // tp, 1) * tp}")
+
+
+def _sequence(c: RunConfig, f: Facts) -> Problem:
+    s, tp = c.data.seq_length, c.layout.tp
+    near = max(s // tp, 1) * tp
+    case = f"sequence parallelism splits the sequence over {tp} ranks, and {s} / {tp} = {s / tp:g} tokens"
+    return Problem(
+        asked(c, "sequence_parallel", "tp", "seq_length"), case, f"--seq-length {near}, or --no-sequence-parallel"
+    )
+
+
+def even_split(layers: int, stages: int) -> str:
+    """A legal --layers-per-stage: every count as near to even as it can be."""
+    each, extra = divmod(layers, stages)
+    return ",".join(str(each + (i < extra)) for i in range(stages))
+
+
+def _stage_list_broken(c: RunConfig, f: Facts) -> bool:
+    counts = c.layout.layers_per_stage
+    return bool(counts) and (
+        len(counts) != c.layout.stages or sum(counts) != c.model.num_layers or any(n < 0 for n in counts)
+    )
+
+
+def _stage_list(c: RunConfig, f: Facts) -> Problem:
+    counts, stages, layers = c.layout.layers_per_stage, c.layout.stages, c.model.num_layers
+    given = f"given are {len(counts)} that sum to {sum(counts)}"
+    case = f"{stages} stages (pp x vpp) need {stages} counts of 0 or more that sum to {layers}; {given}"
+    return Problem(
+        asked(c, "layers_per_stage", "num_layers", "pp", "vpp"),
+        case,
+        f"--layers-per-stage {even_split(layers, stages)}",
+    )
+
+
+def _stage_list_and_ends(c: RunConfig, f: Facts) -> Problem:
+    case = "layers_per_stage already names the layers of the first and the last stage"
+    fix = "--first-stage-layers 0 --last-stage-layers 0"
+    return Problem(asked(c, "layers_per_stage", "first_stage_layers", "last_stage_layers"), case, fix)
+
+
+def _counts(c: RunConfig) -> list[int]:
+    """Layers of each stage; empty when they cannot be dealt as asked."""
+    try:
+        return [len(r) for r in split_layers(c.model.num_layers, c.layout)]
+    except Refused:
+        return []
+
+
+def _ends(c: RunConfig, f: Facts) -> Problem:
+    stages, layers = c.layout.stages, c.model.num_layers
+    case = f"the {stages} stages must hold {layers} layers together, and these ends leave no such split"
+    fix = "--first-stage-layers 0 --last-stage-layers 0"
+    return Problem(asked(c, "first_stage_layers", "last_stage_layers", "num_layers", "pp", "vpp"), case, fix)
+
+
+def _empty_stage(c: RunConfig, f: Facts) -> Problem:
+    layers, stages = c.model.num_layers, c.layout.stages
+    pp = min(layers, c.layout.pp)
+    case = f"{layers} layers over {stages} stages (pp x vpp) as {_counts(c)} leave a stage without a layer"
+    fix = (
+        f"--pp {pp} --vpp 1 --first-stage-layers 0 --last-stage-layers 0, or ask for empty stages by --layers-per-stage"
+    )
+    return Problem(asked(c, "num_layers", "pp", "vpp", "first_stage_layers", "last_stage_layers"), case, fix)
+
+
+def _vpp_alone(c: RunConfig, f: Facts) -> Problem:
+    case = "several stages per rank shorten the wait between pipeline ranks, and there is one rank"
+    return Problem(asked(c, "vpp", "pp"), case, "--vpp 1, or --pp 2 or more")
+
+
+def _vpp_schedule(c: RunConfig, f: Facts) -> Problem:
+    case = f"schedule {c.layout.schedule} has one stage per rank, and vpp is {c.layout.vpp}"
+    return Problem(asked(c, "schedule", "vpp"), case, "--schedule interleaved, or --vpp 1")
+
+
+def _interleaved_alone(c: RunConfig, f: Facts) -> Problem:
+    case = "the interleaved schedule alternates between several stages of a rank, and there is one"
+    return Problem(asked(c, "schedule", "vpp"), case, "--schedule auto, or --pp 2 --vpp 2")
+
+
+def _recompute_units(c: RunConfig, f: Facts) -> Problem:
+    case = "it counts the blocks of a unit of full recompute, which is not asked for"
+    return Problem(asked(c, "recompute_num_layers", "recompute"), case, "--recompute full, or --recompute-num-layers 1")
+
+
+def _world_broken(c: RunConfig, f: Facts) -> bool:
+    return f.world_size is not None and c.layout.world != f.world_size
+
+
+def _world(c: RunConfig, f: Facts) -> Problem:
+    tp, pp, world = c.layout.tp, c.layout.pp, f.world_size or 1
+    case = f"tp {tp} x pp {pp} x dp {c.layout.dp} = {c.layout.world} ranks, and the launcher started {world} processes"
+    fits = world % (tp * pp) == 0
+    fix = f"--dp {world // (tp * pp)}" if fits else f"--tp 1 --pp 1 --dp {world}, or start {c.layout.world} processes"
+    return Problem(asked(c, "tp", "pp", "dp"), case, fix)
+
+
+def _devices_broken(c: RunConfig, f: Facts) -> bool:
+    return c.train.device != "cpu" and 0 < f.device_count < c.layout.world and f.world_size is None
+
+
+def _devices(c: RunConfig, f: Facts) -> Problem:
+    world, product = c.layout.world, f"tp {c.layout.tp} x pp {c.layout.pp} x dp {c.layout.dp}"
+    case = f"{product} = {world} ranks need as many devices, and this machine has {f.device_count}"
+    return Problem(
+        asked(c, "tp", "pp", "dp", "device"), case, f"--device cpu, or torchrun over machines with {world} devices"
+    )
+
+
+def _no_device(c: RunConfig, f: Facts) -> Problem:
+    return Problem(asked(c, "device"), "no such device is visible to torch", "--device cpu")
+
+
+_DEAL = ("num_layers", "pp", "vpp", "layers_per_stage", "first_stage_layers", "last_stage_layers")
+
+LAYOUT_RULES: tuple[Rule, ...] = (
+    Rule("heads divide the width", ("hidden_size", "num_attention_heads", "head_dim"),
+         lambda c, f: not getattr(c.model, "head_dim", 0) and c.model.hidden_size % c.model.num_attention_heads != 0,
+         _heads_divide),
+    Rule("rotary heads are even", ("hidden_size", "num_attention_heads", "head_dim"),
+         lambda c, f: c.model.family == "llama" and c.model.head_size % 2 != 0, _rotary_even),
+    Rule("groups divide heads", ("num_attention_heads", "num_key_value_heads"),
+         lambda c, f: c.model.num_attention_heads % c.model.kv_heads != 0, _groups),
+    Rule("tp divides heads", ("tp", "num_attention_heads"),
+         lambda c, f: c.model.num_attention_heads % c.layout.tp != 0, _tp_heads),
+    Rule("tp and groups divide", ("tp", "num_attention_heads", "num_key_value_heads"),
+         lambda c, f: c.model.kv_heads % c.layout.tp != 0 and c.layout.tp % c.model.kv_heads != 0
+         and c.model.num_attention_heads % c.layout.tp == 0, _tp_groups),
+    Rule("tp divides the MLP", ("tp", "hidden_size", "ffn_hidden_size"),
+         lambda c, f: c.model.ffn % c.layout.tp != 0, _tp_ffn),
+    Rule("tp divides the sequence", ("tp", "seq_length", "sequence_parallel"),
+         lambda c, f: c.layout.sequence_parallel and c.data.seq_length % c.layout.tp != 0, _sequence),
+    Rule("layers per stage", _DEAL, _stage_list_broken, _stage_list),
+    Rule("one way to deal layers", _DEAL,
+         lambda c, f: bool(c.layout.layers_per_stage) and c.layout.first_stage_layers + c.layout.last_stage_layers > 0,
+         _stage_list_and_ends),
+    Rule("first and last stage", _DEAL, lambda c, f: not c.layout.layers_per_stage and not _counts(c), _ends),
+    Rule("no empty stage", _DEAL, lambda c, f: not c.layout.layers_per_stage and 0 in _counts(c), _empty_stage),
+    Rule("vpp needs pp", ("vpp", "pp"), lambda c, f: c.layout.vpp > 1 and c.layout.pp == 1, _vpp_alone),
+    Rule("vpp needs interleaved", ("vpp", "schedule"),
+         lambda c, f: c.layout.vpp > 1 and c.layout.schedule in ("gpipe", "1f1b"), _vpp_schedule),
+    Rule("interleaved needs vpp", ("vpp", "schedule"),
+         lambda c, f: c.layout.vpp == 1 and c.layout.schedule == "interleaved", _interleaved_alone),
+    Rule("units of full recompute", ("recompute", "recompute_num_layers"),
+         lambda c, f: c.layout.recompute_num_layers > 1 and c.layout.recompute != "full", _recompute_units),
+    Rule("world size", ("tp", "pp", "dp"), _world_broken, _world),
+    Rule("enough devices", ("tp", "pp", "dp", "device"), _devices_broken, _devices),
+    Rule("a device", ("device",), lambda c, f: c.train.device not in ("auto", "cpu") and f.device_count == 0, _no_device),
+)  # fmt: skip

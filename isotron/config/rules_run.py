@@ -1,0 +1,213 @@
+"""Rules on batches, schedules, data and tokenizer files. PURE; files are looked at through the facts."""
+
+from __future__ import annotations
+
+from isotron.config.rules import Facts, Rule, asked
+from isotron.config.schema import RunConfig
+from isotron.core.errors import Problem
+
+
+def _batch(c: RunConfig, f: Facts) -> Problem:
+    micro, dp, batch = c.train.micro_batch_size, c.layout.dp, c.train.global_batch_size
+    unit = micro * dp
+    below, above = batch // unit * unit, -(-batch // unit) * unit
+    near = [n for n in (below, above) if n > 0]
+    arithmetic = f"micro_batch_size {micro} x dp {dp} = {unit} sequences"
+    case = f"a step is made of {arithmetic} at a time, and {batch} / {unit} = {batch / unit:g}"
+    fix = " or ".join(f"--global-batch-size {n}" for n in near)
+    return Problem(asked(c, "global_batch_size", "micro_batch_size", "dp"), case, fix)
+
+
+def _positions(c: RunConfig, f: Facts) -> Problem:
+    s, limit = c.data.seq_length, c.model.max_position_embeddings
+    fix = f"--max-position-embeddings {s}, or --seq-length {limit}"
+    return Problem(
+        asked(c, "seq_length", "max_position_embeddings"), f"the model has {limit} positions, a sequence {s}", fix
+    )
+
+
+def _has_tokenizer(c: RunConfig) -> bool:
+    t = c.tokenizer
+    return bool(t.tokenizer_model or t.vocab_file or t.merge_file)
+
+
+def _vocab(c: RunConfig, f: Facts) -> Problem:
+    case = "the size of the vocabulary comes from the tokenizer, and no tokenizer file is given"
+    return Problem(
+        asked(c, "vocab_size"), case, "--vocab-size 50257, or --vocab-file vocab.json --merge-file merges.txt"
+    )
+
+
+def _vocab_covers(c: RunConfig, f: Facts) -> Problem:
+    case = f"the tokenizer has {f.tokenizer_vocab} entries, the model would have {c.model.vocab_size}"
+    return Problem(asked(c, "vocab_size"), case, f"--vocab-size {f.tokenizer_vocab}, or leave it out")
+
+
+def _bpe_pair(c: RunConfig, f: Facts) -> Problem:
+    case = "a byte-level BPE is two files that belong together"
+    given = "vocab_file" if c.tokenizer.vocab_file else "merge_file"
+    return Problem(asked(c, given), case, "--vocab-file vocab.json --merge-file merges.txt")
+
+
+def _missing_tokenizer(c: RunConfig, f: Facts) -> list[str]:
+    return [leaf for leaf in ("tokenizer_model", "vocab_file", "merge_file")
+            if getattr(c.tokenizer, leaf) and not f.exists(getattr(c.tokenizer, leaf))]  # fmt: skip
+
+
+def _tokenizer_files(c: RunConfig, f: Facts) -> Problem:
+    missing = _missing_tokenizer(c, f)
+    fix = f"{' '.join('--' + m.replace('_', '-') + ' PATH' for m in missing)} with the path of a local file"
+    return Problem(asked(c, *missing), "there is no such file; nothing is downloaded", fix)
+
+
+def _no_data(c: RunConfig, f: Facts) -> Problem:
+    case = "training reads a .bin/.idx pair, and none is given"
+    return Problem(
+        "--data-path not given",
+        case,
+        "--mock-data to try a layout, or --data-path PREFIX written by isotron preprocess",
+    )
+
+
+def data_prefixes(words: tuple[str, ...]) -> list[str]:
+    """The prefixes of `prefix` or `weight prefix weight prefix ...`."""
+    return [w for w in words if not _is_number(w)] if len(words) > 1 else list(words)
+
+
+def _is_number(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True
+
+
+def _missing_data(c: RunConfig, f: Facts) -> list[str]:
+    prefixes = data_prefixes(c.data.data_path) + data_prefixes(c.data.valid_data_path)
+    return [p for p in prefixes if not any(_pair(f, p + end) for end in ("", "_text_document"))]
+
+
+def _pair(f: Facts, prefix: str) -> bool:
+    base = prefix.removesuffix(".bin").removesuffix(".idx")
+    return f.exists(base + ".bin") and f.exists(base + ".idx")
+
+
+def _data_files(c: RunConfig, f: Facts) -> Problem:
+    missing = _missing_data(c, f)
+    case = f"there is no pair {missing[0]}.bin, {missing[0]}.idx, nor {missing[0]}_text_document.bin, .idx"
+    fix = f"isotron preprocess --input TEXT.jsonl --output-prefix {missing[0]} writes them"
+    return Problem(f"--data-path {' '.join(missing)}", case, fix)
+
+
+def _split_broken(c: RunConfig, f: Facts) -> bool:
+    parts = c.data.split.split(",")
+    if not 1 <= len(parts) <= 3 or not all(_is_number(p) for p in parts):
+        return True
+    return any(float(p) < 0 for p in parts) or not float(parts[0]) > 0
+
+
+def _split(c: RunConfig, f: Facts) -> Problem:
+    case = "a split is up to three parts (training, validation, test) of 0 or more, the first above 0"
+    return Problem(asked(c, "split"), case, "--split 969,30,1")
+
+
+def _decay(c: RunConfig) -> int:
+    return c.schedule.lr_decay_iters or c.train.train_iters
+
+
+def _warmup(c: RunConfig, f: Facts) -> Problem:
+    steps = _decay(c)
+    case = f"warm-up must end before the decay does, at step {steps} (lr_decay_iters, or else train_iters)"
+    fix = f"--lr-warmup-iters {steps // 10}"
+    return Problem(asked(c, "lr_warmup_iters", "lr_decay_iters", "train_iters"), case, fix)
+
+
+def _min_lr(c: RunConfig, f: Facts) -> Problem:
+    return Problem(asked(c, "min_lr", "lr"), "the lowest learning rate is above the highest", "--min-lr 0.0")
+
+
+def _warmup_init(c: RunConfig, f: Facts) -> Problem:
+    return Problem(
+        asked(c, "lr_warmup_init", "lr"), "warm-up would start above the highest rate", "--lr-warmup-init 0.0"
+    )
+
+
+def _wsd(c: RunConfig, f: Facts) -> Problem:
+    steps = _decay(c)
+    case = f"WSD decays over its last lr_wsd_decay_iters steps, which must be 1 to {steps}"
+    return Problem(
+        asked(c, "lr_decay_style", "lr_wsd_decay_iters"), case, f"--lr-wsd-decay-iters {max(1, steps // 10)}"
+    )
+
+
+def _ramp_broken(c: RunConfig, f: Facts) -> bool:
+    s = c.schedule
+    start, end = (s.weight_decay if w == -1 else w for w in (s.start_weight_decay, s.end_weight_decay))
+    return s.weight_decay_incr_style == "constant" and start != end
+
+
+def _ramp(c: RunConfig, f: Facts) -> Problem:
+    case = "a constant weight decay has the same value at start and end"
+    leaves = ("weight_decay_incr_style", "start_weight_decay", "end_weight_decay", "weight_decay")
+    return Problem(asked(c, *leaves), case, "--weight-decay-incr-style linear, or --weight-decay alone")
+
+
+def _loss_scale(c: RunConfig, f: Facts) -> Problem:
+    return Problem(
+        asked(c, "loss_scale", "dtype"), "only float16 scales the loss", "--loss-scale 0, or --dtype float16"
+    )
+
+
+def _loss_scale_floor(c: RunConfig, f: Facts) -> Problem:
+    case = "the first loss scale is below the lowest"
+    return Problem(
+        asked(c, "min_loss_scale", "initial_loss_scale"), case, f"--min-loss-scale {c.optim.initial_loss_scale}"
+    )
+
+
+def _save_is_file(c: RunConfig, f: Facts) -> Problem:
+    return Problem(
+        asked(c, "save"), "it is a file, and checkpoints need a directory", f"--save {c.checkpoint.save}-checkpoints"
+    )
+
+
+def _wandb(c: RunConfig, f: Facts) -> Problem:
+    return Problem(asked(c, "wandb_exp_name"), "a run's name needs a project to stand in", "--wandb-project isotron")
+
+
+_RAMP = ("weight_decay_incr_style", "start_weight_decay", "end_weight_decay", "weight_decay")
+_FILES = ("tokenizer_model", "vocab_file", "merge_file")
+
+RUN_RULES: tuple[Rule, ...] = (
+    Rule("batch arithmetic", ("global_batch_size", "micro_batch_size", "dp"),
+         lambda c, f: c.train.global_batch_size % (c.train.micro_batch_size * c.layout.dp) != 0, _batch),
+    Rule("positions hold the sequence", ("seq_length", "max_position_embeddings"),
+         lambda c, f: c.data.seq_length > c.model.max_position_embeddings, _positions),
+    Rule("a vocabulary", ("vocab_size", *_FILES),
+         lambda c, f: c.model.vocab_size == 0 and not _has_tokenizer(c) and not f.tokenizer_vocab, _vocab),
+    Rule("vocabulary covers the tokenizer", ("vocab_size",),
+         lambda c, f: 0 < c.model.vocab_size < f.tokenizer_vocab, _vocab_covers),
+    Rule("vocabulary and merges", _FILES,
+         lambda c, f: bool(c.tokenizer.vocab_file) != bool(c.tokenizer.merge_file), _bpe_pair),
+    Rule("tokenizer files", _FILES, lambda c, f: bool(_missing_tokenizer(c, f)), _tokenizer_files),
+    Rule("some data", ("data_path", "mock_data"), lambda c, f: not c.data.data_path and not c.data.mock_data, _no_data),
+    Rule("data files", ("data_path", "valid_data_path"),
+         lambda c, f: not c.data.mock_data and bool(_missing_data(c, f)), _data_files),
+    Rule("split", ("split",), _split_broken, _split),
+    Rule("warm-up before decay", ("lr_warmup_iters", "lr_decay_iters", "train_iters"),
+         lambda c, f: 0 < _decay(c) <= c.schedule.lr_warmup_iters, _warmup),
+    Rule("min_lr below lr", ("min_lr", "lr"), lambda c, f: c.schedule.min_lr > c.schedule.lr, _min_lr),
+    Rule("warm-up starts below lr", ("lr_warmup_init", "lr"),
+         lambda c, f: c.schedule.lr_warmup_init > c.schedule.lr, _warmup_init),
+    Rule("WSD has a decay", ("lr_decay_style", "lr_wsd_decay_iters", "lr_decay_iters", "train_iters"),
+         lambda c, f: c.schedule.lr_decay_style == "WSD" and not 0 < c.schedule.lr_wsd_decay_iters <= _decay(c), _wsd),
+    Rule("weight-decay ramp", _RAMP, _ramp_broken, _ramp),
+    Rule("loss scale of float16", ("loss_scale", "dtype"),
+         lambda c, f: c.optim.loss_scale > 0 and c.train.dtype != "float16", _loss_scale),
+    Rule("loss scale floor", ("min_loss_scale", "initial_loss_scale"),
+         lambda c, f: c.optim.min_loss_scale > c.optim.initial_loss_scale, _loss_scale_floor),
+    Rule("save is a directory", ("save",),
+         lambda c, f: bool(c.checkpoint.save) and f.is_file(c.checkpoint.save), _save_is_file),
+    Rule("W&B project", ("wandb_project", "wandb_exp_name"),
+         lambda c, f: bool(c.log.wandb_exp_name) and not c.log.wandb_project, _wandb),
+)  # fmt: skip
