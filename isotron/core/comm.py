@@ -1,0 +1,190 @@
+"""Every communication of the system. Collectives over a `Group`; over a group of one rank each is the identity.
+
+| function            | what it does                                  | its gradient            | used by                          |
+|---------------------|-----------------------------------------------|-------------------------|----------------------------------|
+| all_reduce          | sum or max over ranks, in place               | identity (row output)   | row linear, embedding, loss, sums |
+| all_gather          | concatenate along a dimension                 | reduce_scatter          | column linear under SP           |
+| reduce_scatter      | sum, keep own part of a dimension             | all_gather              | row linear and embedding under SP |
+| reduce_flat         | sum runs of a flat buffer to their owners     | (gradients)             | data.py: ZeRO-1                  |
+| gather_flat         | owners' runs of a flat buffer to all          | (weights)               | data.py: ZeRO-1                  |
+| exchange            | one batch of sends and receives               | (boundaries)            | pipeline runtime                 |
+| gather_json, broadcast_json, barrier | small facts                  |                         | checkpoints, start of a run      |
+
+The gradients are wired where the operation is (parallel/tensor.py), because a linear layer starts the communication of
+its input gradient before it computes its weight gradient. Everything that can be waited for returns a `Pending`.
+
+gloo sums bfloat16 in bfloat16 and its reduce-scatter is slow; there, sums are built from an all-to-all and one addition in
+float32. NCCL's own collectives are used on GPUs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from isotron.core.mesh import Group
+
+
+class Pending:
+    """A communication under way; `wait()` completes it and returns its result."""
+
+    def __init__(self, works: Sequence[Any], finish: Callable[[], Tensor]) -> None:
+        self._works, self._finish = works, finish
+
+    def wait(self) -> Tensor:
+        """Block until done; the result."""
+        for work in self._works:
+            work.wait()
+        return self._finish()
+
+
+def done(x: Tensor) -> Pending:
+    """A finished communication."""
+    return Pending((), lambda: x)
+
+
+def _is_gloo(group: Group) -> bool:
+    return dist.get_backend(group.handle) == "gloo"
+
+
+def start_all_reduce(x: Tensor, group: Group, op: str = "sum") -> Pending:
+    """Sum or max of `x` over the group, in place. 16-bit sums on gloo are formed in float32."""
+    if group.size == 1:
+        return done(x)
+    reduce_op = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op]
+    if x.dtype in (torch.bfloat16, torch.float16) and _is_gloo(group):
+        wide = x.float()
+        work = dist.all_reduce(wide, reduce_op, group.handle, async_op=True)
+        return Pending((work,), lambda: x.copy_(wide))
+    if not x.is_contiguous():
+        flat = x.contiguous()
+        work = dist.all_reduce(flat, reduce_op, group.handle, async_op=True)
+        return Pending((work,), lambda: x.copy_(flat))
+    return Pending((dist.all_reduce(x, reduce_op, group.handle, async_op=True),), lambda: x)
+
+
+def all_reduce(x: Tensor, group: Group, op: str = "sum") -> Tensor:
+    """Sum or max of `x` over the group, in place."""
+    return start_all_reduce(x, group, op).wait()
+
+
+def start_all_gather(x: Tensor, group: Group, dim: int) -> Pending:
+    """Concatenation of every rank's equal-shaped `x` along `dim`."""
+    if group.size == 1:
+        return done(x)
+    out = x.new_empty((group.size, *x.shape))
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    work = gather(out.view(group.size * x.shape[0], *x.shape[1:]), x.contiguous(), group.handle, async_op=True)
+    return Pending((work,), lambda: out.movedim(0, dim).flatten(dim, dim + 1))
+
+
+def all_gather(x: Tensor, group: Group, dim: int) -> Tensor:
+    """Concatenation of every rank's equal-shaped `x` along `dim`."""
+    return start_all_gather(x, group, dim).wait()
+
+
+def _sum_parts(parts: Tensor, out: Tensor | None = None) -> Tensor:
+    """Sum over dimension 0 in rank order, in float32 for 16-bit types."""
+    wide = torch.promote_types(parts.dtype, torch.float32)
+    total = parts[0].to(wide) if out is None or out.dtype != wide else out.copy_(parts[0])
+    for part in parts[1:]:
+        total = total.add_(part) if total.data_ptr() != parts.data_ptr() else total + part
+    return total.to(parts.dtype)
+
+
+def start_reduce_scatter(x: Tensor, group: Group, dim: int) -> Pending:
+    """Sum of `x` over the group; each rank gets its equal part of `dim`."""
+    if group.size == 1:
+        return done(x)
+    parts = x.unflatten(dim, (group.size, -1)).movedim(dim, 0).contiguous()
+    received = torch.empty_like(parts)
+    if _is_gloo(group):
+        work = dist.all_to_all_single(received, parts, group=group.handle, async_op=True)
+        return Pending((work,), lambda: _sum_parts(received))
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    work = scatter(received[0], parts.flatten(0, 1), group=group.handle, async_op=True)
+    return Pending((work,), lambda: received[0])
+
+
+def reduce_scatter(x: Tensor, group: Group, dim: int) -> Tensor:
+    """Sum of `x` over the group; each rank gets its equal part of `dim`."""
+    return start_reduce_scatter(x, group, dim).wait()
+
+
+def start_reduce_flat(flat: Tensor, cuts: Sequence[int], group: Group) -> Pending:
+    """Sum a flat buffer over the group; rank i's run [cuts[i], cuts[i+1]) of its own buffer becomes the sum.
+
+    Runs may be uneven or empty. The sum is taken in rank order whatever the transport, so it is reproducible.
+    """
+    mine = flat[cuts[group.index] : cuts[group.index + 1]]
+    if group.size == 1:
+        return done(mine)
+    lengths = [b - a for a, b in zip(cuts, cuts[1:], strict=False)]
+    received = flat.new_empty((group.size, mine.numel()))
+    work = dist.all_to_all_single(
+        received.view(-1), flat, [mine.numel()] * group.size, lengths, group=group.handle, async_op=True
+    )
+    return Pending((work,), lambda: torch.sum(received, 0, out=mine) if mine.numel() else mine)
+
+
+def start_gather_flat(flat: Tensor, cuts: Sequence[int], group: Group) -> Pending:
+    """Fill a flat buffer with every rank's run [cuts[i], cuts[i+1]), in place; runs may be uneven or empty."""
+    if group.size == 1:
+        return done(flat)
+    runs = [flat[a:b] for a, b in zip(cuts, cuts[1:], strict=False)]
+    mine = runs[group.index]
+    ops = []
+    for step in range(1, group.size):
+        to, of = (group.index + step) % group.size, (group.index - step) % group.size
+        if mine.numel():
+            ops.append(dist.P2POp(dist.isend, mine, group.ranks[to], group.handle))
+        if runs[of].numel():
+            ops.append(dist.P2POp(dist.irecv, runs[of], group.ranks[of], group.handle))
+    return Pending(dist.batch_isend_irecv(ops) if ops else (), lambda: flat)
+
+
+def exchange(sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], group: Group) -> list[Pending]:
+    """Post sends to and receives from world ranks as one batch; a Pending for each send, then each receive."""
+    ops = [dist.P2POp(dist.isend, x, to, group.handle) for x, to in sends]
+    ops += [dist.P2POp(dist.irecv, x, of, group.handle) for x, of in receives]
+    tensors = [x for x, _ in (*sends, *receives)]
+    works = dist.batch_isend_irecv(ops) if ops else []
+    if len(works) != len(ops):  # a back end that coalesces returns one handle for the whole batch
+        works = list(works) * len(ops)
+    return [Pending((w,), lambda x=x: x) for w, x in zip(works, tensors, strict=True)]
+
+
+def broadcast(x: Tensor, group: Group, source: int = 0) -> Tensor:
+    """`x` of the group's rank `source`, in place."""
+    if group.size > 1:
+        dist.broadcast(x, group.ranks[source], group.handle)
+    return x
+
+
+def barrier(group: Group) -> None:
+    """Wait for every rank."""
+    if group.size > 1:
+        dist.barrier(group.handle)
+
+
+def gather_json(value: Any, group: Group) -> list[Any] | None:
+    """On the first rank the JSON-able values of all ranks, elsewhere None."""
+    if group.size == 1:
+        return [value]
+    found: list[Any] = [None] * group.size
+    dist.all_gather_object(found, json.dumps(value), group=group.handle)
+    return [json.loads(v) for v in found] if group.index == 0 else None
+
+
+def broadcast_json(value: Any, group: Group) -> Any:
+    """The first rank's JSON-able value on every rank."""
+    if group.size == 1:
+        return value
+    box = [json.dumps(value) if group.index == 0 else None]
+    dist.broadcast_object_list(box, src=group.ranks[0], group=group.handle)
+    return json.loads(str(box[0]))

@@ -1,0 +1,44 @@
+"""Errors that say what to do. Every refusal has three lines: what was asked, what is the case, what to do.
+
+PURE: imports nothing but the standard library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong, in three lines.
+
+    `asked` names the options and their values, `case` states the rule that they break, `fix` gives a value that works.
+    """
+
+    asked: str
+    case: str
+    fix: str
+
+    def __str__(self) -> str:
+        return f"asked:  {self.asked}\nbut:    {self.case}\ntry:    {self.fix}"
+
+
+class Refused(Exception):
+    """A run that cannot be as asked; carries every problem found, not only the first.
+
+    `exit_code` is what the command line exits with: 2 for a request that can be corrected, 1 for a run that failed.
+    """
+
+    def __init__(self, problems: Iterable[Problem], exit_code: int = 2) -> None:
+        self.problems = tuple(problems)
+        self.exit_code = exit_code
+        super().__init__("\n\n".join(str(p) for p in self.problems))
+
+    def __reduce__(self):  # several problems must survive the way from a worker process to its parent
+        return (Refused, (self.problems, self.exit_code))
+
+
+def refuse(asked: str, case: str, fix: str, exit_code: int = 2) -> Refused:
+    """The common case of one problem: `raise refuse(asked, case, fix)`."""
+    return Refused([Problem(asked, case, fix)], exit_code)

@@ -1,0 +1,228 @@
+"""Boxes and placements: which part of a global tensor a rank holds, and where in its local tensor it lies.
+
+PURE: integers only. Everything that moves or names tensors (initialisation, tensor parallelism, optimizer shards,
+checkpoints, conversion, memory planning) asks this file and nothing else.
+
+A *box* is an offset and a shape. A *piece* says that one box of the global tensor is one box of the local tensor. A
+local tensor is a list of pieces: one for a plain split, several for a fused tensor (q|k|v, gate|up), none for a shard
+that holds only padding. Local elements that no piece covers are padding: zero, never saved, never trained.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from itertools import accumulate
+from math import prod
+
+Ints = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Box:
+    """A rectangular region: `offset` and `shape`, one entry per dimension."""
+
+    offset: Ints
+    shape: Ints
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+    def slices(self) -> tuple[slice, ...]:
+        """Index of this box in a tensor."""
+        return tuple(slice(o, o + n) for o, n in zip(self.offset, self.shape, strict=True))
+
+    def overlap(self, other: Box) -> Box | None:
+        """The common region of two boxes of one tensor, or None."""
+        start = tuple(map(max, self.offset, other.offset))
+        stop = tuple(
+            min(a + n, b + m) for a, n, b, m in zip(self.offset, self.shape, other.offset, other.shape, strict=True)
+        )
+        shape = tuple(b - a for a, b in zip(start, stop, strict=True))
+        return Box(start, shape) if all(n > 0 for n in shape) else None
+
+    def relative_to(self, outer: Box) -> Box:
+        """The same region with offsets counted from the corner of `outer`."""
+        return Box(tuple(a - b for a, b in zip(self.offset, outer.offset, strict=True)), self.shape)
+
+    def shifted(self, corner: Ints) -> Box:
+        """The same region moved by `corner`."""
+        return Box(tuple(a + b for a, b in zip(self.offset, corner, strict=True)), self.shape)
+
+
+def whole(shape: Iterable[int]) -> Box:
+    """The box of a whole tensor."""
+    shape = tuple(shape)
+    return Box((0,) * len(shape), shape)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """`global_box` of the global tensor is `local_box` of the local one; both have the same shape."""
+
+    global_box: Box
+    local_box: Box
+
+    def restricted(self, local: Box) -> Piece | None:
+        """The part of this piece inside `local`, its local offsets counted from the corner of `local`."""
+        common = self.local_box.overlap(local)
+        if common is None:
+            return None
+        inside = common.relative_to(self.local_box)
+        return Piece(inside.shifted(self.global_box.offset), common.relative_to(local))
+
+
+@dataclass(frozen=True)
+class Part:
+    """One section of a fused dimension: `count` units of `unit` elements, split over an axis in whole units.
+
+    With fewer units than ranks each unit is held by several neighbouring ranks (key/value heads under wide TP).
+    `padded` is the number of units after padding at the end (vocabularies); padding is held but never saved.
+    """
+
+    count: int
+    unit: int = 1
+    padded: int | None = None
+
+    def shard(self, index: int, of: int) -> tuple[int, int, int, int, int]:
+        """Rank `index` of `of`: (first element, real elements, held elements, replica index, replicas)."""
+        units = self.count if self.padded is None else self.padded
+        if units % of == 0:
+            each, replicas = units // of, 1
+        elif of % units == 0:
+            each, replicas = 1, of // units
+        else:
+            raise ValueError(f"{units} units cannot be split over {of} ranks")
+        first = (index // replicas) * each
+        real = max(0, min(each, self.count - first))
+        return first * self.unit, real * self.unit, each * self.unit, index % replicas, replicas
+
+
+@dataclass(frozen=True)
+class Split:
+    """A tensor split along `dim` over the mesh axis `axis`, section by section."""
+
+    dim: int
+    parts: tuple[Part, ...]
+    axis: str = "tp"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One entry of a model's layout table.
+
+    pattern: glob on global parameter names. shape: global, without padding. split: None = whole on every rank.
+    region: what the activation that meets the parameter is split over, "sequence" (split over TP under sequence
+    parallelism only) or "heads" (always split over TP). init: "normal", "zeros" or "ones", with `std` for "normal".
+    decay: whether weight decay applies.
+    """
+
+    pattern: str
+    shape: Ints
+    split: Split | None = None
+    region: str = "sequence"
+    init: str = "normal"
+    std: float = 0.0
+    decay: bool = True
+
+
+@dataclass(frozen=True)
+class Table:
+    """The layout table of one model: rules, and ties as (alias, name) pairs of parameter names."""
+
+    rules: tuple[Rule, ...]
+    ties: tuple[tuple[str, str], ...] = ()
+
+    def rule(self, name: str) -> Rule:
+        """The rule of a parameter; a parameter without one is an error."""
+        for rule in self.rules:
+            if fnmatchcase(name, rule.pattern):
+                return rule
+        raise KeyError(f"parameter {name!r} has no entry in the layout table")
+
+    def canonical(self, name: str) -> str:
+        """The name under which a tied parameter is initialised, counted and stored."""
+        return dict(self.ties).get(name, name)
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What one rank holds of one tensor: its local shape, its pieces, and which of them it owns.
+
+    `replicas[i]` = (index, count) of piece i among the ranks of the split axis that hold the same box; a tensor
+    without a split is one piece replicated over the whole axis.
+    """
+
+    global_shape: Ints
+    shape: Ints
+    pieces: tuple[Piece, ...]
+    replicas: tuple[tuple[int, int], ...]
+
+
+def shard(rule: Rule, coordinate: Mapping[str, int], sizes: Mapping[str, int]) -> Shard:
+    """The shard of `rule`'s tensor at a mesh coordinate (axis name -> index) of a mesh (axis name -> size)."""
+    shape = rule.shape
+    if rule.split is None:
+        return Shard(shape, shape, (Piece(whole(shape), whole(shape)),), ((coordinate["tp"], sizes["tp"]),))
+    dim, index, of = rule.split.dim, coordinate[rule.split.axis], sizes[rule.split.axis]
+    pieces, replicas = [], []
+    global_start = local_start = 0
+    for part in rule.split.parts:
+        first, real, held, replica, count = part.shard(index, of)
+        if real:
+            at = [0] * len(shape), [0] * len(shape)
+            at[0][dim], at[1][dim] = global_start + first, local_start
+            size = tuple(real if d == dim else n for d, n in enumerate(shape))
+            pieces.append(Piece(Box(tuple(at[0]), size), Box(tuple(at[1]), size)))
+            replicas.append((replica, count))
+        global_start += part.count * part.unit
+        local_start += held
+    if global_start != shape[dim]:
+        raise ValueError(f"parts of {rule.pattern} sum to {global_start}, dimension {dim} is {shape[dim]}")
+    local = tuple(local_start if d == dim else n for d, n in enumerate(shape))
+    return Shard(shape, local, tuple(pieces), tuple(replicas))
+
+
+def rows(shape: Ints, start: int, stop: int) -> Box:
+    """Rows [start, stop) of a local tensor, whole in every other dimension; a scalar counts as one row."""
+    return Box((start,) + (0,) * (len(shape) - 1), (stop - start, *shape[1:]))
+
+
+def cut(sizes: Iterable[tuple[int, int]], ways: int) -> list[int]:
+    """Cut a flat buffer of tensors, given as (rows, elements per row), into `ways` runs at row boundaries.
+
+    Returns ways+1 element offsets. Each cut is the row boundary nearest to an even division, so runs differ by at most
+    about one row; some may be empty.
+    """
+    sizes = list(sizes)
+    starts = [0, *accumulate(n * width for n, width in sizes)]
+    total, cuts = starts[-1], [0]
+    for k in range(1, ways):
+        want = total * k // ways
+        i = max(0, min(bisect_right(starts, want) - 1, len(sizes) - 1))
+        width = sizes[i][1] if sizes else 1
+        nearest = starts[i] + (want - starts[i] + width // 2) // max(width, 1) * width
+        cuts.append(max(cuts[-1], min(nearest, total)))
+    return [*cuts, total]
+
+
+@dataclass(frozen=True)
+class Placed:
+    """One parameter as a rank holds it: its canonical name, rule and shard.
+
+    `counts` is False on the second owner of a tied parameter: it is neither saved nor counted in the norm there.
+    """
+
+    name: str
+    rule: Rule
+    shard: Shard
+    counts: bool = True
+
+    def owned(self) -> list[Piece]:
+        """Pieces that this rank alone answers for among the ranks of the split axis."""
+        pairs = zip(self.shard.pieces, self.shard.replicas, strict=True)
+        return [piece for piece, (index, _) in pairs if index == 0 and self.counts]

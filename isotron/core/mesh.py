@@ -1,0 +1,99 @@
+"""Ranks -> coordinates and process groups.
+
+A mesh names the axes of the world; the first axis varies fastest, which keeps tensor-parallel ranks inside one machine.
+Groups are values handed to whoever needs them; there is no registry. A group of one rank has no process group behind it
+and every collective over it is the identity, so code never asks whether an axis is in use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+
+import torch.distributed as dist
+
+AXES = ("tp", "cp", "dp", "pp")
+
+
+@dataclass(frozen=True)
+class Group:
+    """Some ranks in order, this rank's place among them, and the process group that joins them (None for one rank)."""
+
+    ranks: tuple[int, ...]
+    index: int
+    handle: dist.ProcessGroup | None = None
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self.ranks)
+
+
+ALONE = Group((0,), 0)
+
+
+def coordinate_of(rank: int, sizes: Mapping[str, int]) -> dict[str, int]:
+    """Mesh coordinate of a rank."""
+    where = {}
+    for axis in AXES:
+        rank, where[axis] = divmod(rank, sizes[axis])
+    return where
+
+
+def rank_of(coordinate: Mapping[str, int], sizes: Mapping[str, int]) -> int:
+    """Rank at a mesh coordinate."""
+    rank = 0
+    for axis in reversed(AXES):
+        rank = rank * sizes[axis] + coordinate[axis]
+    return rank
+
+
+class Mesh:
+    """The world as a grid, seen from one rank.
+
+    `sizes` and `coordinate` map axis -> size and axis -> index. Every rank must ask for the same groups in the same
+    order; only the members of a group take part in making it.
+    """
+
+    def __init__(self, rank: int = 0, **sizes: int) -> None:
+        self.sizes = {axis: sizes.get(axis, 1) for axis in AXES}
+        self.rank = rank
+        self.size = prod(self.sizes.values())
+        self.coordinate = coordinate_of(rank, self.sizes)
+        self._made: dict[tuple[int, ...], Group] = {}
+        self.axes: dict[tuple[str, ...], Group] = {}
+        for axes in (("tp",), ("cp",), ("dp",), ("pp",), ("cp", "dp"), AXES):
+            self.axes[axes] = self.group_of(self.ranks_along(*axes))
+
+    def ranks_along(self, *axes: str) -> tuple[int, ...]:
+        """Ranks that differ from this one only along `axes`, first axis fastest."""
+        ordered = [a for a in AXES if a in axes]
+        steps = product(*(range(self.sizes[a]) for a in reversed(ordered)))
+        move = (dict(zip(reversed(ordered), step, strict=True)) for step in steps)
+        return tuple(rank_of({**self.coordinate, **m}, self.sizes) for m in move)
+
+    def group(self, *axes: str) -> Group:
+        """The group along some axes; `group("tp")`, `group("cp", "dp")`, `group(*AXES)` for the world."""
+        return self.axes[tuple(a for a in AXES if a in axes)]
+
+    def subgroup(self, axis: str, replicas: int) -> Group:
+        """Neighbours of this rank along `axis` in blocks of `replicas`."""
+        along = self.ranks_along(axis)
+        start = self.coordinate[axis] // replicas * replicas
+        return self.group_of(along[start : start + replicas])
+
+    def group_of(self, ranks: Iterable[int]) -> Group:
+        """The group of exactly these ranks (this one among them)."""
+        ranks = tuple(ranks)
+        if ranks not in self._made:
+            self._made[ranks] = Group(ranks, ranks.index(self.rank), self._connect(ranks))
+        return self._made[ranks]
+
+    def _connect(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+        if len(ranks) == 1:
+            return None
+        if len(ranks) == self.size:
+            return dist.group.WORLD
+        return dist.new_group(list(ranks), use_local_synchronization=True)

@@ -1,0 +1,85 @@
+"""Causal multi-head attention with grouped queries.
+
+Legend: B batch, S sequence, D hidden, H query heads, K key/value heads, N head size, T key positions. H and K are the local
+heads, read from the shapes of the weights: the output projection's input width gives H, the rest of q|k|v is K twice.
+
+The socket `core` turns q_BHSN k_BKTN v_BKTN into o_BHSN. `Causal` is the plain one: a fused kernel where nothing hinders
+it, explicit probabilities where dropout must be keyed. Source: Ainslie et al. 2023 (grouped queries).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
+
+from isotron.core.nn.context import Context
+from isotron.core.nn.dropout import Dropout
+from isotron.core.nn.linear import Linear
+from isotron.core.nn.rope import rotate
+
+
+class Causal(nn.Module):
+    """Each query attends to itself and what came before, inside its document when the batch isolates documents."""
+
+    def __init__(self, dropout: Dropout) -> None:
+        super().__init__()
+        self.dropout = dropout
+        self.recompute = False
+
+    def forward(self, q_BHSN: Tensor, k_BKTN: Tensor, v_BKTN: Tensor, ctx: Context) -> Tensor:
+        """o_BHSN."""
+        if not self.dropout.active:
+            mask = ctx.mask_BSS
+            grouped = q_BHSN.shape[1] != k_BKTN.shape[1]
+            if mask is None:
+                return scaled_dot_product_attention(q_BHSN, k_BKTN, v_BKTN, is_causal=True, enable_gqa=grouped)
+            mask = mask.tril()[:, None]
+            return scaled_dot_product_attention(q_BHSN, k_BKTN, v_BKTN, attn_mask=mask, enable_gqa=grouped)
+        if self.recompute:
+            return checkpoint(self._explicit, q_BHSN, k_BKTN, v_BKTN, ctx, use_reentrant=False, preserve_rng_state=False)
+        return self._explicit(q_BHSN, k_BKTN, v_BKTN, ctx)
+
+    def _explicit(self, q_BHSN: Tensor, k_BKTN: Tensor, v_BKTN: Tensor, ctx: Context) -> Tensor:
+        repeat = q_BHSN.shape[1] // k_BKTN.shape[1]
+        k, v = (x.repeat_interleave(repeat, dim=1) if repeat > 1 else x for x in (k_BKTN, v_BKTN))
+        s, t = q_BHSN.shape[2], k.shape[2]
+        allowed = torch.ones(s, t, dtype=torch.bool, device=k.device).tril()
+        if ctx.mask_BSS is not None:
+            allowed = (ctx.mask_BSS & allowed)[:, None]
+        scores = (q_BHSN / math.sqrt(q_BHSN.shape[-1])) @ k.transpose(-1, -2)
+        scores = scores.masked_fill(~allowed, -torch.inf)
+        wide = torch.promote_types(scores.dtype, torch.float32)
+        p = torch.softmax(scores, -1, dtype=wide).to(v.dtype)
+        return self.dropout.on_probabilities(p, ctx.batch.sample_ids) @ v
+
+
+class Attention(nn.Module):
+    """q|k|v in one projection, rotation when the context has angles, the core, and the output projection."""
+
+    def __init__(self, hidden: int, heads: int, kv_heads: int, head_size: int, dropout: Dropout, bias: bool) -> None:
+        super().__init__()
+        self.qkv = Linear(hidden, (heads + 2 * kv_heads) * head_size, bias)
+        self.out = Linear(heads * head_size, hidden, bias)
+        self.core = Causal(dropout)
+        self.head_size = head_size
+
+    def forward(self, x_BSD: Tensor, ctx: Context, pre: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """`pre` is applied to x first and computed again in the backward."""
+        y = self.qkv(x_BSD, pre)
+        n = self.head_size
+        y = y.view(*y.shape[:-1], -1, n)
+        h = self.out.weight.shape[1] // n
+        k = (y.shape[2] - h) // 2
+        if ctx.rope is None:
+            q_k, v = y[:, :, : h + k], y[:, :, h + k :]
+        else:
+            q_k, v = rotate(y[:, :, : h + k], ctx.rope), y[:, :, h + k :]
+        q_BHSN, k_BKSN, v_BKSN = (x.transpose(1, 2) for x in (q_k[:, :, :h], q_k[:, :, h:], v))
+        o_BHSN = self.core(q_BHSN, k_BKSN, v_BKSN, ctx)
+        return self.out(o_BHSN.transpose(1, 2).flatten(2))

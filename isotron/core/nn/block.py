@@ -1,0 +1,35 @@
+"""The pre-norm residual block: x + attention(norm(x)), then x + mlp(norm(x)), with dropout on both branches.
+
+Legend: B batch, S sequence, D hidden. Families choose the norm, the attention and the MLP.
+"""
+
+from __future__ import annotations
+
+import torch.nn as nn
+from torch import Tensor
+
+from isotron.core.nn.attention import Attention
+from isotron.core.nn.context import Context
+from isotron.core.nn.dropout import Dropout
+
+
+class PreNormBlock(nn.Module):
+    """`recompute` keeps the norms' and the activation's inputs only and computes their results again in the backward."""
+
+    def __init__(
+        self, norms: tuple[nn.Module, nn.Module], attention: Attention, mlp: nn.Module, dropout: float, name: str
+    ) -> None:
+        super().__init__()
+        self.attention_norm, self.attention, self.mlp_norm, self.mlp = norms[0], attention, norms[1], mlp
+        self.attention_dropout = Dropout(dropout, f"{name}.attention")
+        self.mlp_dropout = Dropout(dropout, f"{name}.mlp")
+        self.recompute = False
+
+    def forward(self, x_BSD: Tensor, ctx: Context) -> Tensor:
+        """x_BSD."""
+        ids = ctx.batch.sample_ids
+        if self.recompute:
+            x = x_BSD + self.attention_dropout(self.attention(x_BSD, ctx, self.attention_norm), ids)
+            return x + self.mlp_dropout(self.mlp(x, self.mlp_norm), ids)
+        x = x_BSD + self.attention_dropout(self.attention(self.attention_norm(x_BSD), ctx), ids)
+        return x + self.mlp_dropout(self.mlp(self.mlp_norm(x)), ids)

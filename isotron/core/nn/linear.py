@@ -1,0 +1,173 @@
+"""The linear layer as one autograd operation with policies.
+
+Shapes: x_...I input features, y_...O output features, W_OI.
+
+`linear(x, W, bias, pre, enter, leave)` computes `leave(enter(pre(x)) @ W^T) + bias`:
+
+- `pre` is what comes just before the layer (a norm, an activation). Given here, its result is not kept: the backward
+  computes it again from x.
+- `enter` and `leave` are the sockets that tensor parallelism fills. The local input is kept and gathered again in the
+  backward; the communication of the input gradient runs while the weight gradient is computed.
+- The weight gradient goes to the parameter's `GradSink` when it has one (now, or on a list for a later pass), else through
+  autograd. The bias is added after `leave`, once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+
+class Wait(Protocol):
+    """A result that may still be under way."""
+
+    def wait(self) -> Tensor:
+        """The result."""
+        ...
+
+
+class Socket(Protocol):
+    """What happens to an activation on its way into or out of a layer; `backward` is the gradient of `forward`."""
+
+    def forward(self, x: Tensor) -> Wait:
+        """Start the forward."""
+        ...
+
+    def backward(self, dx: Tensor) -> Wait:
+        """Start the gradient."""
+        ...
+
+
+class GradSink:
+    """Where the gradient of one parameter accumulates: a view of a flat buffer, usually wider than the parameter.
+
+    `fresh` means that the buffer holds nothing yet, so the first write replaces instead of adding. `later`, when a list,
+    takes the weight-gradient work instead of doing it. `on_write` is called after each contribution when set.
+    """
+
+    def __init__(self, buffer: Tensor) -> None:
+        self.buffer = buffer
+        self.fresh = True
+        self.later: list[Callable[[], None]] | None = None
+        self.on_write: Callable[[GradSink], None] | None = None
+
+    def add(self, grad: Tensor) -> None:
+        """Accumulate a gradient of the parameter's shape."""
+        if self.fresh:
+            self.buffer.copy_(grad)
+        else:
+            self.buffer.add_(grad)
+        self.written()
+
+    def add_outer(self, dy: Tensor, x: Tensor) -> None:
+        """Accumulate dy_NO^T x_NI."""
+        if self.later is not None:
+            self.later.append(lambda: self._outer(dy, x))
+        else:
+            self._outer(dy, x)
+
+    def add_rows(self, index: Tensor, dy: Tensor) -> None:
+        """Accumulate dy_NI at rows index_N."""
+        self.clear_if_fresh()
+        self.buffer.index_add_(0, index, dy.to(self.buffer.dtype))
+        self.written()
+
+    def clear_if_fresh(self) -> None:
+        """Make the buffer readable when nothing has been written."""
+        if self.fresh:
+            self.buffer.zero_()
+            self.fresh = False
+
+    def _outer(self, dy: Tensor, x: Tensor) -> None:
+        if dy.dtype == self.buffer.dtype:
+            torch.addmm(self.buffer, dy.t(), x, beta=0 if self.fresh else 1, out=self.buffer)
+            self.written()
+        else:
+            self.add(torch.mm(dy.t(), x))
+
+    def written(self) -> None:
+        """Note that one contribution is complete."""
+        self.fresh = False
+        if self.on_write is not None:
+            self.on_write(self)
+
+
+def sink_of(p: Tensor) -> GradSink | None:
+    """The sink of a parameter, if it has one."""
+    return getattr(p, "grad_sink", None)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, pre: Any, enter: Any, leave: Any) -> Tensor:
+        ctx.pre, ctx.enter, ctx.leave, ctx.sink = pre, enter, leave, sink_of(w)
+        ctx.bias_sink = None if bias is None else sink_of(bias)
+        ctx.save_for_backward(x, w)
+        a = x if pre is None else pre(x)
+        full = a if enter is None else enter.forward(a).wait()
+        if leave is None:
+            return nn.functional.linear(full, w, bias)
+        y = leave.forward(nn.functional.linear(full, w)).wait()
+        return y if bias is None else y.add_(bias)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, w = ctx.saved_tensors
+        need_x, need_w, need_b = ctx.needs_input_grad[:3]
+        db = _bias_grad(dy, ctx.bias_sink) if need_b else None
+        a, leaf = x, None
+        if ctx.pre is not None:
+            leaf = x.detach().requires_grad_()
+            with torch.enable_grad():
+                a = ctx.pre(leaf)
+        dy_coming = None if ctx.leave is None else ctx.leave.backward(dy)
+        full_coming = None if ctx.enter is None or not need_w else ctx.enter.forward(a.detach())
+        dy = dy if dy_coming is None else dy_coming.wait()
+        dx = dw = dx_coming = None
+        if need_x:
+            dx = torch.matmul(dy, w)
+            dx_coming = None if ctx.enter is None else ctx.enter.backward(dx)
+        if need_w:
+            full = a.detach() if full_coming is None else full_coming.wait()
+            dw = _weight_grad(dy, full, ctx.sink)
+        dx = dx if dx_coming is None else dx_coming.wait()
+        if leaf is not None and dx is not None:
+            torch.autograd.backward(a, dx)
+            dx = leaf.grad
+        return dx, dw, db, None, None, None
+
+
+def _bias_grad(dy: Tensor, sink: GradSink | None) -> Tensor | None:
+    wide = torch.promote_types(dy.dtype, torch.float32)
+    db = dy.reshape(-1, dy.shape[-1]).sum(0, dtype=wide)
+    if sink is None:
+        return db.to(dy.dtype)
+    sink.add(db)
+    return None
+
+
+def _weight_grad(dy: Tensor, x: Tensor, sink: GradSink | None) -> Tensor | None:
+    dy, x = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
+    if sink is None:
+        return torch.mm(dy.t(), x)
+    sink.add_outer(dy, x)
+    return None
+
+
+class Linear(nn.Module):
+    """y = x W^T + b with W_OI. Sockets `enter` and `leave` are empty on one process."""
+
+    def __init__(self, inputs: int, outputs: int, bias: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(outputs, inputs))
+        self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
+        self.enter: Socket | None = None
+        self.leave: Socket | None = None
+
+    def forward(self, x: Tensor, pre: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """`pre` is applied to x first and computed again in the backward."""
+        return _Linear.apply(x, self.weight, self.bias, pre, self.enter, self.leave)

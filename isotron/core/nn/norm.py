@@ -1,0 +1,90 @@
+"""RMSNorm and LayerNorm over the last dimension D, statistics in float32 or wider.
+
+One autograd operation each: it keeps the input and one or two numbers per token. Gains are sent to their `GradSink`
+when they have one. Sources: Zhang & Sennrich 2019 (RMSNorm), Ba et al. 2016 (LayerNorm).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from isotron.core.nn.linear import GradSink, sink_of
+
+
+def _deliver(sink: GradSink | None, grad: Tensor, dtype: torch.dtype) -> Tensor | None:
+    if sink is None:
+        return grad.to(dtype)
+    sink.add(grad)
+    return None
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gain: Tensor, eps: float) -> Tensor:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)
+        inverse = (length.square() / x.shape[-1] + eps).rsqrt_()
+        ctx.sink = sink_of(gain)  # a recomputed forward gives the backward a copy of the gain, which has no sink
+        ctx.save_for_backward(x, gain, inverse)
+        return (x * inverse).to(x.dtype).mul_(gain)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, gain, inverse = ctx.saved_tensors
+        unit = x * inverse
+        product = dy * unit
+        dgain = None
+        if ctx.needs_input_grad[1]:
+            dgain = _deliver(ctx.sink, product.flatten(0, -2).sum(0), gain.dtype)
+        along = torch.mv(product.flatten(0, -2), gain.to(product.dtype)).view(inverse.shape).div_(-x.shape[-1])
+        dx = (dy * gain).to(unit.dtype).addcmul_(unit, along).mul_(inverse)
+        return dx.to(x.dtype), dgain, None
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight_D."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Shape of x kept."""
+        return _RMSNorm.apply(x, self.weight, self.eps)
+
+
+class _LayerNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gain: Tensor, bias: Tensor, eps: float) -> Tensor:
+        y, mean, inverse = torch.native_layer_norm(x, (x.shape[-1],), gain, bias, eps)
+        ctx.sinks = sink_of(gain), sink_of(bias)
+        ctx.save_for_backward(x, gain, bias, mean, inverse)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, gain, bias, mean, inverse = ctx.saved_tensors
+        dx, dgain, dbias = torch.ops.aten.native_layer_norm_backward(
+            dy.contiguous(), x, (x.shape[-1],), mean, inverse, gain, bias, [True, True, True]
+        )
+        g, b = ctx.sinks
+        return dx, _deliver(g, dgain, gain.dtype), _deliver(b, dbias, bias.dtype), None
+
+
+class LayerNorm(nn.Module):
+    """(x - mean) / std * weight_D + bias_D."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size))
+        self.bias = nn.Parameter(torch.empty(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Shape of x kept."""
+        return _LayerNorm.apply(x, self.weight, self.bias, self.eps)

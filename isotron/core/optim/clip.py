@@ -1,0 +1,32 @@
+"""One gradient norm for the whole model, each logical parameter counted once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from isotron.core import comm
+from isotron.core.mesh import Group
+from isotron.core.parallel.data import View
+
+
+def global_norm(views: Sequence[View], counts_here: bool, world: Group, scale: float = 1.0) -> float:
+    """L2 norm of all gradients / scale, the same on every rank; inf or NaN when any gradient is.
+
+    `counts_here`: False on ranks whose views are copies of another data-parallel rank's.
+    """
+    device = views[0].grad.device if views else torch.device("cpu")
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    if counts_here:
+        parts: list[Tensor] = [grad for view in views for _, grad in view.pieces(view.grad)]
+        norms = torch._foreach_norm(parts) if parts else []
+        if norms:
+            total = torch.stack(list(norms)).double().square().sum()
+    return float(comm.all_reduce(total, world).sqrt()) / scale
+
+
+def clip_factor(norm: float, limit: float) -> float:
+    """What gradients are multiplied with so that their norm is at most `limit`; 1 when limit is 0."""
+    return 1.0 if limit <= 0 else min(1.0, limit / (norm + 1e-6))

@@ -1,0 +1,100 @@
+"""A model in a layout: this rank's stages, their flat buffers and the runtime. The core's front door.
+
+    model = ParallelModel(config, Layout(tp=2, pp=2), mesh, torch.float32, device, seed=1)
+    loss_sums = model.forward_backward(batches, weight=1 / tokens)   # gradients are summed over the layout afterwards
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isotron.core import comm
+from isotron.core.batch import Batch
+from isotron.core.layout import Box
+from isotron.core.mesh import AXES, Mesh
+from isotron.core.parallel.data import View
+from isotron.core.parallel.pipeline import passes
+from isotron.core.parallel.pipeline.runtime import Runtime
+from isotron.core.parallel.pipeline.stage import Stage, build_stage
+from isotron.core.parallel.plan import Layout, split_layers
+
+Saved = tuple[str, tuple[int, ...], list[tuple[Box, Tensor]]]
+
+
+class ParallelModel:
+    """`config`: a family's config with its vocabulary size known. `layout.dp` must be known."""
+
+    def __init__(
+        self, config: Any, layout: Layout, mesh: Mesh, dtype: torch.dtype, device: torch.device, seed: int
+    ) -> None:
+        self.config, self.layout, self.mesh = config, layout, mesh
+        self.dtype, self.device = dtype, device
+        layers = split_layers(config.num_layers, layout)
+        mine = range(mesh.coordinate["pp"], layout.stages, layout.pp)
+        self.stages: dict[int, Stage] = {
+            s: build_stage(config, s, layers[s], layout, mesh, dtype, device, seed) for s in mine
+        }
+        self.runtime = Runtime(self.stages, mesh.group("pp"), layout.overlap_grad_reduce)
+
+    def count_parameters(self) -> int:
+        """Elements of the whole model, each logical parameter once, without padding; counted over the ranks."""
+        views = [v for stage in self.stages.values() for v in stage.flat.saved_views()]
+        own = sum(box.size for v in views for box, _ in v.pieces(v.weight))
+        return int(comm.all_reduce(torch.tensor(own, device=self.device), self.mesh.group(*AXES)))
+
+    def forward_backward(self, batches: Sequence[Batch], weight: float) -> dict[str, Tensor]:
+        """Gradients of weight x (sum of token losses), summed over the whole layout; per-term sums of this rank."""
+        for stage in self.stages.values():
+            stage.module.train()
+            stage.flat.begin()
+        schedule = passes.plan(self.layout.schedule_name, self.layout.pp, len(batches), self.layout.vpp)
+        terms = self.runtime.run(schedule, batches, weight)
+        for stage in self.stages.values():
+            stage.flat.finish_reduce()
+        return terms
+
+    @torch.no_grad()
+    def evaluate(self, batches: Sequence[Batch]) -> dict[str, Tensor]:
+        """Per-term sums of this rank without gradients."""
+        for stage in self.stages.values():
+            stage.module.eval()
+        schedule = passes.forward_only(self.layout.schedule_name, self.layout.pp, len(batches), self.layout.vpp)
+        return self.runtime.run(schedule, batches, 1.0)
+
+    def views(self) -> list[View]:
+        """What this rank's optimizer steps."""
+        return [v for stage in self.stages.values() for v in stage.flat.views()]
+
+    def gather_weights(self) -> None:
+        """After the optimizer: current weights to every data-parallel rank."""
+        for stage in self.stages.values():
+            stage.flat.start_gather(self.layout.overlap_param_gather)
+
+    def wait_weights(self) -> None:
+        """Block until every weight is current."""
+        for stage in self.stages.values():
+            stage.flat.wait_weights()
+
+    def weight_pieces(self) -> Iterator[Saved]:
+        """(name, global shape, [(global box, tensor)]) of the weights that this rank alone saves."""
+        self.wait_weights()
+        for stage in self.stages.values():
+            for view in stage.flat.saved_views():
+                yield view.placed.name, view.placed.rule.shape, list(view.pieces(view.weight))
+
+    def count_tokens(self, batches: Sequence[Batch]) -> float:
+        """Unmasked tokens of a step over all ranks; looks at data only."""
+        total = torch.stack([b.loss_mask.sum(dtype=torch.float64) for b in batches]).sum()
+        return float(comm.all_reduce(total.to(self.device), self.mesh.group("cp", "dp")))
+
+    def sum_terms(self, terms: dict[str, Tensor], names: Sequence[str]) -> list[float]:
+        """Each term summed over all ranks once, the same on every rank."""
+        local = torch.zeros(len(names), dtype=torch.float64, device=self.device)
+        if self.mesh.coordinate["tp"] == 0:
+            for i, name in enumerate(names):
+                local[i] = terms.get(name, 0.0)
+        return comm.all_reduce(local, self.mesh.group(*AXES)).tolist()

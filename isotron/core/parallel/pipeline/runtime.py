@@ -1,0 +1,164 @@
+"""The only executor: runs this rank's row of a pipeline table, whatever schedule wrote it.
+
+One process without a pipeline runs the one-stage table. Every maximal run of transfers is posted as one batch, and nothing
+waits before a compute action needs the data. Reading order: `Runtime.run`, then the `_Pass` that holds one step's state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from isotron.core import comm
+from isotron.core.batch import Batch
+from isotron.core.mesh import Group
+from isotron.core.parallel.pipeline.actions import Action, Kind, Schedule
+from isotron.core.parallel.pipeline.stage import Stage
+
+Key = tuple[int, int]
+
+
+class Runtime:
+    """Executes tables over the stages of this rank. `group`: the pipeline ranks. `overlap`: reduce buckets while the
+    last backward goes on."""
+
+    def __init__(self, stages: Mapping[int, Stage], group: Group, overlap: bool) -> None:
+        self.stages, self.group, self.overlap = stages, group, overlap
+
+    def run(self, schedule: Schedule, batches: Sequence[Batch], weight: float) -> dict[str, Tensor]:
+        """Forward and, where the table says so, backward over all microbatches.
+
+        `weight` is what a token's loss enters the backward with. Returns term name -> sum over this rank's tokens, float64
+        (nothing on ranks that hold no loss).
+        """
+        step = _Pass(self, schedule, batches, weight)
+        for transfers, actions in groupby(schedule.ranks[self.group.index], key=lambda a: a.transfers):
+            if transfers:
+                step.transfer(list(actions))
+            else:
+                for action in actions:
+                    for part in action.parts:
+                        step.compute(part)
+        step.finish()
+        return step.terms
+
+
+class _Pass:
+    """The state of one execution of a table."""
+
+    def __init__(self, runtime: Runtime, schedule: Schedule, batches: Sequence[Batch], weight: float) -> None:
+        self.runtime, self.schedule, self.batches, self.weight = runtime, schedule, batches, weight
+        self.stages = runtime.stages
+        self.last_stage = schedule.stages - 1
+        self.inputs: dict[Key, dict[str, Tensor]] = {}
+        self.outputs: dict[Key, dict[str, Tensor]] = {}
+        self.losses: dict[Key, list[tuple[Tensor, float]]] = {}
+        self.gradients: dict[Key, dict[str, Tensor]] = {}
+        self.arriving: dict[tuple[Kind, int, int], dict[str, comm.Pending]] = {}
+        self.leaving: list[comm.Pending] = []
+        self.later: dict[Key, list[Callable[[], None]]] = {}
+        self.terms: dict[str, Tensor] = {}
+        rank = runtime.group.index
+        mine = [part for _, part in schedule.parts(rank)]
+        self.backwards = {s: sum(a.kind is Kind.B and a.stage == s for a in mine) for s in self.stages}
+        self.deferred = {(a.stage, a.microbatch) for a in mine if a.kind is Kind.W}
+        self.training = any(self.backwards.values())
+
+    # ---- compute ---------------------------------------------------------------------------------------------------
+
+    def compute(self, action: Action) -> None:
+        """One F, B, W or REDUCE."""
+        if action.kind is Kind.REDUCE:
+            self.stages[action.stage].flat.start_reduce()
+            return
+        key = (action.stage, int(action.microbatch or 0))
+        {Kind.F: self.forward, Kind.B: self.backward, Kind.W: self.weight_gradient}[action.kind](*key)
+
+    def forward(self, s: int, m: int) -> None:
+        """Output and terms of a stage; nothing is kept when the table has no backward."""
+        received = self._take(Kind.RECV_F, s, m) if s else {}
+        if self.training:
+            received = {k: v.requires_grad_() for k, v in received.items()}
+        with torch.set_grad_enabled(self.training):
+            output, terms = self.stages[s].module(self.batches[m], received, self.weight)
+        for name, (value, _) in terms.items():
+            total = value.detach().double()
+            self.terms[name] = self.terms[name] + total if name in self.terms else total
+        self.outputs[s, m] = output
+        if self.training:
+            self.inputs[s, m] = received
+            self.losses[s, m] = list(terms.values())
+        if s < self.last_stage and self.schedule.placement[s + 1] == self.runtime.group.index:
+            self._hand_over(Kind.RECV_F, s + 1, m, {k: v.detach() for k, v in output.items()})
+
+    def backward(self, s: int, m: int) -> None:
+        """Input gradient of a stage, and its weight gradients unless the table has a W for them."""
+        stage, key = self.stages[s], (s, m)
+        self.backwards[s] -= 1
+        if not self.backwards[s] and self.runtime.overlap and key not in self.deferred:
+            stage.flat.watch()
+        if key in self.deferred:
+            self._defer(stage, self.later.setdefault(key, []))
+        gradients = self._take(Kind.RECV_B, s, m) if s < self.last_stage else {}
+        outputs = self.outputs.pop(key)
+        tensors = [outputs[k] for k in gradients] + [value for value, _ in self.losses[key]]
+        grads = list(gradients.values()) + [torch.full_like(v, w) for v, w in self.losses.pop(key)]
+        torch.autograd.backward(tensors, grads)
+        self._defer(stage, None)
+        inputs = self.inputs.pop(key)
+        found = {k: v.grad if v.grad is not None else torch.zeros_like(v) for k, v in inputs.items()}
+        if s and self.schedule.placement[s - 1] == self.runtime.group.index:
+            self._hand_over(Kind.RECV_B, s - 1, m, found)
+        else:
+            self.gradients[key] = found
+
+    def weight_gradient(self, s: int, m: int) -> None:
+        """The weight gradients that a backward put off."""
+        for work in self.later.pop((s, m)):
+            work()
+
+    @staticmethod
+    def _defer(stage: Stage, later: list[Callable[[], None]] | None) -> None:
+        for sink in stage.flat.sinks.values():
+            sink.later = later
+
+    # ---- transfers -------------------------------------------------------------------------------------------------
+
+    def transfer(self, actions: list[Action]) -> None:
+        """Post a run of sends and receives as one batch."""
+        ranks, placement = self.runtime.group.ranks, self.schedule.placement
+        sends: list[tuple[Tensor, int]] = []
+        receives: list[tuple[Tensor, int]] = []
+        targets: list[tuple[tuple[Kind, int, int], str]] = []
+        for action in actions:
+            s, m = action.stage, int(action.microbatch or 0)
+            toward = s + 1 if action.kind in (Kind.SEND_F, Kind.RECV_B) else s - 1
+            peer = ranks[placement[toward]]
+            if action.kind is Kind.SEND_F:
+                output = self.outputs[s, m] if self.training else self.outputs.pop((s, m))
+                sends += [(t.detach().contiguous(), peer) for _, t in sorted(output.items())]
+            elif action.kind is Kind.SEND_B:
+                sends += [(t.contiguous(), peer) for _, t in sorted(self.gradients.pop((s, m)).items())]
+            else:
+                for name, (shape, dtype) in sorted(self.stages[s].boundary_shapes(self.batches[m].shape).items()):
+                    device = self.batches[m].tokens.device
+                    receives.append((torch.empty(shape, dtype=dtype, device=device), peer))
+                    targets.append(((action.kind, s, m), name))
+        pendings = comm.exchange(sends, receives, self.runtime.group)
+        self.leaving += pendings[: len(sends)]
+        for (target, name), pending in zip(targets, pendings[len(sends) :], strict=True):
+            self.arriving.setdefault(target, {})[name] = pending
+
+    def _take(self, kind: Kind, s: int, m: int) -> dict[str, Tensor]:
+        return {name: pending.wait() for name, pending in self.arriving.pop((kind, s, m)).items()}
+
+    def _hand_over(self, kind: Kind, s: int, m: int, tensors: dict[str, Tensor]) -> None:
+        self.arriving[kind, s, m] = {name: comm.done(t) for name, t in tensors.items()}
+
+    def finish(self) -> None:
+        """Wait for what is still on its way out."""
+        for pending in self.leaving:
+            pending.wait()

@@ -1,0 +1,55 @@
+"""Loss scaling for float16, with Megatron's rule.
+
+The scale doubles after `loss_scale_window` clean steps. Each overflow uses up one unit of hysteresis; once it is used up,
+every further overflow halves the scale, down to the floor. Hysteresis is restored only when the scale grows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from isotron.core.optim.config import OptimConfig
+
+
+@dataclass
+class LossScaler:
+    """`scale` multiplies the loss; `clean` and `patience` are the counters behind it."""
+
+    scale: float
+    floor: float = 1.0
+    window: int = 1000
+    hysteresis: int = 2
+    dynamic: bool = True
+    clean: int = 0
+    patience: int = 0
+
+    def __post_init__(self) -> None:
+        self.patience = self.patience or self.hysteresis
+
+    @staticmethod
+    def for_run(dtype: str, cfg: OptimConfig) -> LossScaler:
+        """Dynamic for float16 unless a scale is given; 1 for every other type."""
+        if dtype != "float16":
+            return LossScaler(1.0, dynamic=False)
+        if cfg.loss_scale:
+            return LossScaler(cfg.loss_scale, dynamic=False)
+        return LossScaler(cfg.initial_loss_scale, cfg.min_loss_scale, cfg.loss_scale_window, cfg.hysteresis)
+
+    def update(self, overflow: bool) -> None:
+        """Take in whether this step's gradients overflowed."""
+        if not self.dynamic:
+            return
+        if overflow:
+            self.clean = 0
+            self.patience -= 1
+            if self.patience <= 0:
+                self.scale = max(self.scale * 0.5, self.floor)
+            return
+        self.clean += 1
+        if self.clean == self.window:
+            self.clean, self.patience = 0, self.hysteresis
+            self.scale *= 2.0
+
+    def state(self) -> dict[str, float]:
+        """What a checkpoint keeps."""
+        return asdict(self)

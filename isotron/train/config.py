@@ -1,0 +1,33 @@
+"""Options of the training loop and of what it writes: the config sections `[train]` and `[log]`. PURE."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from isotron.core.options import option
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Batch sizes, length of the run, precision and device."""
+
+    micro_batch_size: int = option(1, "sequences per forward pass on one data-parallel rank", unit="sequences")
+    global_batch_size: int = option(0, "sequences per step over all ranks; 0 means micro_batch_size x dp", unit="sequences")
+    train_iters: int = option(0, "steps to train", unit="steps")
+    eval_interval: int = option(0, "steps between evaluations; 0 means only after the last step", unit="steps")
+    eval_iters: int = option(10, "batches of global_batch_size per evaluation; 0 means no evaluation")
+    seed: int = option(1234, "seed of weights, dropout and data order")
+    dtype: str = option("float32", "of weights and activations; 16-bit types keep float32 masters", choices=("float64", "float32", "bfloat16", "float16"))
+    device: str = option("auto", "auto is cuda where there is one", choices=("auto", "cpu", "cuda"))
+    check_interval: int = option(100, "steps between checks that replicated weights are equal on all ranks; 0 means never", unit="steps")
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    """The run directory and what is written there."""
+
+    run_dir: str = option("", "directory of metrics, config and TensorBoard files; empty means save, or runs/<time>")
+    log_interval: int = option(1, "steps between console lines", unit="steps")
+    tensorboard: bool = option(True, "write TensorBoard files to the run directory")
+    wandb_project: str = option("", "also log to this Weights & Biases project")
+    wandb_exp_name: str = option("", "name of the run there")

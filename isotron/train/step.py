@@ -1,0 +1,51 @@
+"""One training step, top to bottom: count -> table -> one norm -> clip -> optimizer -> schedules.
+
+Nothing is divided after the backward: the number of unmasked tokens of the whole step is counted first, from data alone,
+and every token's loss enters the backward with its final weight.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from isotron.core.batch import Batch
+from isotron.core.mesh import AXES
+from isotron.core.optim.adamw import AdamW
+from isotron.core.optim.clip import clip_factor, global_norm
+from isotron.core.optim.schedules import ScheduleConfig, learning_rate, weight_decay
+from isotron.core.parallel.model import ParallelModel
+from isotron.core.precision.scaler import LossScaler
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step was: loss per token, gradient norm before clipping, learning rate used, global unmasked tokens."""
+
+    loss: float
+    grad_norm: float
+    lr: float
+    tokens: int
+    skipped: bool
+
+
+def train_step(
+    model: ParallelModel, optimizer: AdamW, scaler: LossScaler, schedule: ScheduleConfig, batches: Sequence[Batch]
+) -> StepResult:
+    """Train on this rank's microbatches of one global batch; the same result on every rank."""
+    tokens = model.count_tokens(batches)
+    terms = model.forward_backward(batches, weight=scaler.scale / max(tokens, 1.0))
+    (loss,) = model.sum_terms(terms, ["loss"])
+    loss /= max(tokens, 1.0)
+
+    counts_here = model.layout.shards_optimizer or model.mesh.coordinate["dp"] == 0
+    norm = global_norm(optimizer.views, counts_here, model.mesh.group(*AXES), scaler.scale)
+    factor = clip_factor(norm, optimizer.cfg.clip_grad) / scaler.scale
+    overflow = not (math.isfinite(norm) and math.isfinite(loss))
+    lr = learning_rate(schedule, optimizer.updates + 1)
+    if not overflow:
+        optimizer.step(lr, weight_decay(schedule, optimizer.updates + 1), factor)
+        model.gather_weights()
+    scaler.update(overflow)
+    return StepResult(loss, norm, lr, int(tokens), overflow)
