@@ -90,7 +90,7 @@ def init_distributed(world: World, device: torch.device, timeout: float = 600.0)
     )
 
 
-# ---- who started this process -----------------------------------------------------------------------------------------
+# ---- who started this process --------------------------------------------------------------------------------------
 
 
 def _number(env: Mapping[str, str], name: str, default: int | None = None) -> int:
@@ -160,7 +160,7 @@ def _first_host(nodes: str) -> str:
     return prefix + (re.split(r"[,-]", ranges)[0] + suffix if ranges else "")
 
 
-# ---- where the processes meet -----------------------------------------------------------------------------------------
+# ---- where the processes meet --------------------------------------------------------------------------------------
 
 
 def _store(world: World, timeout: float) -> Store:
@@ -185,7 +185,7 @@ def _store(world: World, timeout: float) -> Store:
 
 
 def _meeting_point(env: Mapping[str, str]) -> tuple[str, int]:
-    """MASTER_ADDR and MASTER_PORT where set; under Slurm the step's first host and a port made from the job's number."""
+    """MASTER_ADDR and MASTER_PORT; under Slurm else the step's first host and a port made from the job's number."""
     nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST")
     host = env.get("MASTER_ADDR") or (_first_host(nodes) if nodes else None)
     port = None

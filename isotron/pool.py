@@ -83,7 +83,7 @@ class Pool:
         request = Request(processes.reference(fn), args, self._generation, list(sys.path))
         if not self._workers:
             self._start()
-        for rank, pipe in enumerate(self._pipes):
+        for pipe in self._pipes:
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # seen as a dead worker below
                 processes.send(pipe, request)
         replies, late = self._collect(time.monotonic() + timeout)
@@ -176,7 +176,7 @@ def _merged(refusals: list[Refused]) -> Refused:
     return Refused(problems, refusals[0].exit_code)
 
 
-# ---- the cached pools -------------------------------------------------------------------------------------------------
+# ---- the cached pools ----------------------------------------------------------------------------------------------
 
 _pools: dict[int, Pool] = {}
 
@@ -202,7 +202,7 @@ def close_all() -> None:
     _pools.clear()
 
 
-# ---- what runs in a worker --------------------------------------------------------------------------------------------
+# ---- what runs in a worker -----------------------------------------------------------------------------------------
 
 
 def _serve(pipe: connection.Connection, rank: int, world: int, directory: str) -> None:

@@ -181,13 +181,14 @@ def _verdict(first: Rank, ranks: list[Rank]) -> int:
     return code if code > 0 else 128 - code
 
 
-# ---- what runs in a child ---------------------------------------------------------------------------------------------
+# ---- what runs in a child ------------------------------------------------------------------------------------------
 
 
 def _child(pipe: connection.Connection, out: connection.Connection, err: connection.Connection) -> None:
     os.dup2(out.fileno(), 1)
     os.dup2(err.fileno(), 2)
-    sys.stdout = open(1, "w", buffering=1, encoding="utf-8", closefd=False)  # whole lines: ranks write side by side
+    # whole lines, also under PYTHONUNBUFFERED: ranks write side by side
+    sys.stdout = os.fdopen(1, "w", buffering=1, encoding="utf-8", closefd=False)
     report = Report(1)
     try:
         job: Job = pipe.recv()

@@ -161,7 +161,7 @@ def test_no_orphan_when_the_launcher_is_killed(tmp_path):
     assert until(lambda: not any(os.path.exists(f"/proc/{pid}/fd/0") for pid in pids), seconds=15)
 
 
-# ---- worlds from the environment --------------------------------------------------------------------------------------
+# ---- worlds from the environment -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
