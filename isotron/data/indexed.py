@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import struct
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -32,8 +33,8 @@ CODES: dict[int, type[np.number]] = {
     8: np.uint16,
 }
 INTEGER_CODES = (1, 2, 3, 4, 5, 8)
-Array = npt.NDArray[np.generic]
-Int64s = npt.NDArray[np.int64]
+Array: TypeAlias = npt.NDArray[np.generic]
+Int64s: TypeAlias = npt.NDArray[np.int64]
 
 
 def bin_path(prefix: str | Path) -> Path:

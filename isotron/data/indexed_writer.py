@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO
+from typing import BinaryIO, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +21,7 @@ from isotron.data.indexed import CODES, HEADER, MAGIC, IndexedDataset, bin_path,
 from isotron.data.info import read_info, write_info
 
 BLOCK = 1 << 20
-Ids = Sequence[int] | npt.NDArray[np.generic]
+Ids: TypeAlias = Sequence[int] | npt.NDArray[np.generic]
 
 
 class IndexedWriter:
