@@ -117,7 +117,7 @@ def test_bad_lines_stop_with_their_place_or_are_skipped(workers: int, tmp_path: 
     said: list[str] = []
     summary = run(path, tmp_path / "out", workers=workers, on_bad_line="skip", log=said.append)
     assert tokens(tmp_path / "out") == [[1], [2], [5]] and summary.bad == 2
-    assert f"{path}:4 (byte 53): byte 0xE6 is not UTF-8" in said[1]
+    assert f"{path}:4 (byte 52): byte 0xE6 is not UTF-8" in said[1]
 
 
 @pytest.mark.parametrize(
