@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
 from isotron.core.errors import Refused
@@ -212,3 +215,13 @@ def test_picture():
     ]
     lines = grid(plan("interleaved", 2, 2, 2), Costs(transfer=0.5))
     assert len({len(line) for line in lines}) == 1 and lines[0].startswith("rank 0 |a0>a1>")
+
+
+def test_the_page_about_pipelines(capsys):
+    page = (Path(__file__).parents[2] / "docs" / "pipeline.md").read_text(encoding="utf-8")
+    for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
+        exec(compile(code, "docs/pipeline.md", "exec"), {})
+    printed = capsys.readouterr().out
+    assert plan("1f1b", 4, 6).to_text() in printed
+    (picture,) = re.findall(r"```\n(rank 0.*?)```", page, re.DOTALL)
+    assert picture in printed
