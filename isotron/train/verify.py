@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from isotron.core import comm
 from isotron.core.batch import Batch
 from isotron.core.layout import Box
 from isotron.core.mesh import AXES, Group, Mesh
@@ -27,6 +26,7 @@ from isotron.core.optim.schedules import ScheduleConfig
 from isotron.core.parallel.data import Flat
 from isotron.core.parallel.model import ParallelModel
 from isotron.core.parallel.plan import Layout
+from isotron.core.parallel.replicas import unequal_replicas
 from isotron.core.precision.scaler import LossScaler
 from isotron.core.random import key, normal
 from isotron.train.step import train_step
@@ -154,27 +154,6 @@ def measure(case: Case) -> Measured:
                 raise RuntimeError(f"replicated weights differ between ranks after step {step + 1}: {differing}")
     found.weights = _assemble(model.weight_pieces(), world)
     return found
-
-
-def unequal_replicas(model: ParallelModel) -> list[str]:
-    """Names of parameters whose copies are not bitwise equal on all ranks that hold them; the same on every rank."""
-    model.wait_weights()
-    sums: dict[str, float] = {}
-    for stage in model.stages.values():
-        for name, placed in stage.placed.items():
-            p = stage.module.get_parameter(name)
-            for piece, (_, count) in zip(placed.shard.pieces, placed.shard.replicas, strict=True):
-                bits = p.data[piece.local_box.slices()].contiguous().view(torch.uint8).to(torch.int64)
-                weights = torch.arange(1, bits.numel() + 1, device=bits.device)
-                label = f"{placed.name}@{piece.global_box.offset}"
-                sums[label] = int((bits.flatten() * weights).sum())
-                del count
-    everyone = comm.gather_json(sums, model.mesh.group(*AXES))
-    differing: list[str] = []
-    if everyone is not None:
-        seen: dict[str, float] = {}
-        differing = sorted({k for rank in everyone for k, v in rank.items() if seen.setdefault(k, v) != v})
-    return list(comm.broadcast_json(differing, model.mesh.group(*AXES)))
 
 
 def injected(fault: str) -> AbstractContextManager[Any]:

@@ -33,6 +33,14 @@ def plan(name: str, p: int, m: int, v: int = 1) -> Schedule:
     return with_reduce(with_communication(build(name, p, m, v)))
 
 
+@lru_cache(maxsize=32)
+def forward_only(name: str, p: int, m: int, v: int = 1) -> Schedule:
+    """The forwards of schedule `name` alone, with their transfers: evaluation."""
+    table = build(name, p, m, v)
+    rows = tuple(tuple(a for a in row if a.kind is Kind.F) for row in table.ranks)
+    return with_communication(Schedule(table.name, rows, table.placement, table.microbatches))
+
+
 def with_reduce(schedule: Schedule) -> Schedule:
     """Adds REDUCE for each stage after its last weight gradient, behind the sends that follow: they are waited for."""
     rows = []

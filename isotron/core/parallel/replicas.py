@@ -1,0 +1,35 @@
+"""Whether weights that several ranks hold are bitwise equal: replicated over TP or DP, and tied over pipeline stages."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from isotron.core import comm
+from isotron.core.mesh import AXES
+from isotron.core.parallel.model import ParallelModel
+
+
+def fingerprint(x: Tensor) -> int:
+    """A number that differs when a bit of x differs (with overwhelming likelihood), the same on any device."""
+    bits = x.contiguous().view(torch.uint8).flatten().to(torch.int64)
+    place = torch.arange(bits.numel(), device=bits.device)
+    return int(((bits + 1) * (place * 0x9E3779B1 + 0x85EBCA6B) % 2147483647).sum())
+
+
+def unequal_replicas(model: ParallelModel) -> list[str]:
+    """Names of parameters whose copies differ between ranks that hold them; the same answer on every rank."""
+    model.wait_weights()
+    world = model.mesh.group(*AXES)
+    prints: dict[str, int] = {}
+    for stage in model.stages.values():
+        for name, placed in stage.placed.items():
+            p = stage.module.get_parameter(name)
+            for piece in placed.shard.pieces:
+                prints[f"{placed.name} at {piece.global_box.offset}"] = fingerprint(p.data[piece.local_box.slices()])
+    everyone = comm.gather_json(prints, world)
+    differing: list[str] = []
+    if everyone is not None:
+        seen: dict[str, int] = {}
+        differing = sorted({k for rank in everyone for k, v in rank.items() if seen.setdefault(k, v) != v})
+    return list(comm.broadcast_json(differing, world))

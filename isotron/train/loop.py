@@ -1,0 +1,148 @@
+"""The training loop: asks for each step's microbatches, takes the step, and hangs everything else on it.
+
+One step is `step.py`. Around it: metrics, checks, evaluation, checkpoints, and the decision to stop, which all ranks take
+together.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from isotron.core import device as devices
+from isotron.core.errors import refuse
+from isotron.core.parallel.replicas import unequal_replicas
+from isotron.data.batches import Prefetcher, microbatches
+from isotron.train.faults import EXIT_OK, EXIT_SIGNALLED, FiniteGuard, StopSignal, Watchdog
+from isotron.train.flops import step_flops
+from isotron.train.metrics import Metrics, StepRecord
+from isotron.train.state import TrainState, save_state
+from isotron.train.step import StepResult, train_step
+
+
+@dataclass
+class Run:
+    """A state in progress with what feeds it and what it reports to."""
+
+    state: TrainState
+    train_data: Sequence[Any]
+    valid_data: Sequence[Any] | None
+    eod: int | None
+    tokenizer_files: dict[str, bytes | Path]
+    directory: Path
+    metrics: Metrics
+    stop: StopSignal
+    watchdog: Watchdog
+    guard: FiniteGuard
+
+    def batches(self, data: Sequence[Any], consumed: int) -> list[Any]:
+        """This rank's microbatches of the global batch that starts at sample `consumed`, on its device."""
+        cfg, mesh = self.state.config, self.state.model.mesh
+        dp = mesh.group("dp")
+        found = microbatches(
+            data, consumed, cfg.train.global_batch_size, cfg.train.micro_batch_size, dp.index, dp.size, cfg.data, self.eod
+        )
+        return [b.to(self.state.model.device) for b in found]
+
+
+def train(run: Run) -> int:
+    """Train to `train_iters`; returns the exit code. A checkpoint of the last step is always written."""
+    state, cfg = run.state, run.state.config
+    size = cfg.train.global_batch_size
+    last_saved = state.step if state.step else -1
+    remaining = range(state.consumed_samples, cfg.train.train_iters * size, size)
+    with Prefetcher(lambda consumed: run.batches(run.train_data, consumed), remaining) as feed:
+        for batches in feed:
+            one_step(run, batches)
+            stopping = run.stop.agreed(state.ranks.group)
+            if stopping or _due(state.step, cfg.checkpoint.save_interval) or state.step == cfg.train.train_iters:
+                save(run)
+                last_saved = state.step
+            if stopping:
+                run.metrics.event("stopped by signal", step=state.step)
+                return EXIT_SIGNALLED
+            if run.valid_data is not None and _due(state.step, cfg.train.eval_interval):
+                evaluate(run)
+    if last_saved != state.step:
+        save(run)
+    if run.valid_data is not None and not _due(state.step, cfg.train.eval_interval):
+        evaluate(run)
+    return EXIT_OK
+
+
+def one_step(run: Run, batches: Sequence[Any]) -> None:
+    """Take a step and report it."""
+    state, cfg = run.state, run.state.config
+    started = time.perf_counter()
+    scale = state.scaler.scale
+    result = train_step(state.model, state.optimizer, state.scaler, cfg.schedule, batches)
+    devices.synchronize(state.model.device)
+    seconds = time.perf_counter() - started
+    state.step += 1
+    first = state.consumed_samples
+    state.consumed_samples += cfg.train.global_batch_size
+    state.skipped += result.skipped
+    run.watchdog.beat(state.step)
+    run.metrics.step(_record(run, result, seconds, scale, first))
+    run.guard.check(result.loss, result.grad_norm, result.skipped, state.step)
+    if _due(state.step, cfg.train.check_interval):
+        _check_replicas(state)
+
+
+def _record(run: Run, result: StepResult, seconds: float, scale: float, first: int) -> StepRecord:
+    state, cfg = run.state, run.state.config
+    positions = cfg.train.global_batch_size * cfg.data.seq_length
+    flops = step_flops(cfg.model, positions, cfg.data.seq_length) / seconds / state.model.mesh.size
+    return StepRecord(
+        step=state.step,
+        loss=result.loss,
+        grad_norm=result.grad_norm,
+        lr=result.lr,
+        tokens=result.tokens,
+        consumed_samples=state.consumed_samples,
+        step_time_s=seconds,
+        flops_per_s_per_device=flops,
+        skipped=result.skipped,
+        sample_ids=(first, state.consumed_samples - 1),
+        loss_scale=scale,
+    )
+
+
+def save(run: Run) -> None:
+    """Write a checkpoint; the watchdog knows that this may take long."""
+    with run.watchdog.phase("save"):
+        save_state(run.state, run.directory, run.tokenizer_files)
+
+
+def evaluate(run: Run) -> float:
+    """Loss per token on the first `eval_iters` global batches of the validation data, the same on every rank."""
+    state, cfg = run.state, run.state.config
+    total = tokens = 0.0
+    with run.watchdog.phase("evaluation"):
+        for i in range(cfg.train.eval_iters):
+            batches = run.batches(run.valid_data or (), i * cfg.train.global_batch_size)
+            terms = state.model.evaluate(batches)
+            total += state.model.sum_terms(terms, ["loss"])[0]
+            tokens += state.model.count_tokens(batches)
+            run.watchdog.beat(state.step)
+    loss = total / max(tokens, 1.0)
+    run.metrics.evaluation(state.step, "valid", loss)
+    return loss
+
+
+def _due(step: int, interval: int) -> bool:
+    return interval > 0 and step % interval == 0
+
+
+def _check_replicas(state: TrainState) -> None:
+    differing = unequal_replicas(state.model)
+    if differing:
+        raise refuse(
+            f"weights that are equal on all ranks at step {state.step}",
+            f"these differ between ranks: {', '.join(differing)}",
+            "resume from the last checkpoint; if it happens again, a device or the program is at fault",
+            exit_code=1,
+        )

@@ -1,0 +1,181 @@
+"""One rank of `isotron train`: from a finished config to a running loop.
+
+Called in place for one process, by `launch.run_local` or by torchrun for several. Everything it starts is torn down again,
+so it can be called repeatedly in one process.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from isotron.config.schema import RunConfig, changed, to_toml
+from isotron.core import device as devices
+from isotron.core.checkpoint.disk import free_bytes
+from isotron.core.errors import refuse
+from isotron.core.mesh import AXES, Mesh
+from isotron.core.optim.adamw import AdamW
+from isotron.core.parallel.model import ParallelModel
+from isotron.core.precision.scaler import LossScaler
+from isotron.data.gpt_dataset import build_datasets
+from isotron.launch import World, from_environment, init_distributed, shutdown
+from isotron.tokenizers.base import Tokenizer
+from isotron.tokenizers.build import build_tokenizer
+from isotron.train.faults import FiniteGuard, StopSignal, Watchdog
+from isotron.train.loop import Run, train
+from isotron.train.metrics import Metrics
+from isotron.train.state import GroupRanks, TrainState, find_checkpoint, load_state
+
+
+def main(config: RunConfig, run_dir: str, stuck_after: float = 1800.0) -> int:
+    """Train as `config` says, on this rank; returns the exit code. `run_dir`: where metrics and checkpoints go."""
+    world = from_environment() or World()
+    device = devices.resolve(config.train.device, world.local_rank)
+    init_distributed(world, device)
+    try:
+        with ExitStack() as stack:
+            return train(_prepare(config, Path(run_dir), world, device, stack, stuck_after))
+    finally:
+        shutdown()
+
+
+def _prepare(
+    config: RunConfig, directory: Path, world: World, device: Any, stack: ExitStack, stuck_after: float
+) -> Run:
+    say: Callable[[str], None] = print if world.rank == 0 else lambda _: None
+    tokenizer = _tokenizer(config)
+    config = with_vocabulary(config, tokenizer)
+    layout = config.layout
+    mesh = Mesh(world.rank, tp=layout.tp, dp=layout.dp, pp=layout.pp)
+    dtype = devices.dtype_of(config.train.dtype)
+    model = ParallelModel(config.model, layout, mesh, dtype, device, config.train.seed)
+    optimizer = AdamW(model.views(), config.optim)
+    state = TrainState(config, model, optimizer, LossScaler.for_run(config.train.dtype, config.optim))
+    say(f"isotron: {model.count_parameters():,} parameters on {mesh.size} rank(s): {_describe(config)}")
+    resume(state, say)
+    state.segments = extended(state.segments, config.train.train_iters * config.train.global_batch_size)
+    check_space(state, directory)
+    train_data, valid_data = datasets(state, say)
+    if world.rank == 0:
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / "config.toml").write_text(to_toml(config), encoding="utf-8")
+    files = tokenizer_files(tokenizer, Path(stack.enter_context(tempfile.TemporaryDirectory())))
+    metrics = Metrics(directory, config.log, world.rank == 0, state.step)
+    stack.callback(metrics.close)
+    stop = stack.enter_context(StopSignal())
+    watchdog = stack.enter_context(Watchdog(stuck_after, world.rank))
+    metrics.start(state.step, config.train.train_iters, mesh.size, config.layout)
+    eod = None if tokenizer is None else tokenizer.eod
+    guard = FiniteGuard(state.skipped)
+    return Run(state, train_data, valid_data, eod, files, directory, metrics, stop, watchdog, guard)
+
+
+def _describe(config: RunConfig) -> str:
+    layout = config.layout
+    axes = f"tp {layout.tp}, pp {layout.pp}, dp {layout.dp}"
+    return f"{axes}, {layout.schedule_name}, zero {int(layout.shards_optimizer)}, {config.train.dtype}"
+
+
+def _tokenizer(config: RunConfig) -> Tokenizer | None:
+    given = config.tokenizer
+    if config.data.mock_data and not (given.tokenizer_model or given.vocab_file):
+        return None
+    return build_tokenizer(given, config.model.vocab_size)
+
+
+def with_vocabulary(config: RunConfig, tokenizer: Tokenizer | None) -> RunConfig:
+    """The config with the vocabulary size that the tokenizer has, where none was given."""
+    if tokenizer is None:
+        return config
+    size = config.model.vocab_size or tokenizer.vocab_size
+    if size < tokenizer.vocab_size:
+        raise refuse(
+            f"--vocab-size {size}",
+            f"the tokenizer has {tokenizer.vocab_size} entries",
+            f"--vocab-size {tokenizer.vocab_size}, or leave it out",
+        )
+    return changed(config, vocab_size=size)
+
+
+def resume(state: TrainState, say: Callable[[str], None]) -> None:
+    """Load the newest checkpoint of `load`; when load is also where checkpoints go and holds nothing, a run begins."""
+    wanted = state.config.checkpoint
+    if not wanted.load:
+        return
+    ranks = GroupRanks(state.model.mesh.group(*AXES))
+    exists = ranks.broadcast_json(Path(wanted.load).exists())
+    found = find_checkpoint(wanted.load, ranks) if exists else None
+    if found is not None:
+        load_state(state, found)
+        say(f"isotron: resumed from {found} at step {state.step}, {state.consumed_samples} samples consumed")
+    elif wanted.save and Path(wanted.load).resolve() == Path(wanted.save).resolve():
+        say(f"isotron: {wanted.load} holds no checkpoint yet, a new run begins")
+    else:
+        raise refuse(
+            f"--load {wanted.load}",
+            "there is no complete checkpoint",
+            "the directory of a run that has saved, or leave --load out to start a new run",
+        )
+
+
+def extended(segments: list[int], needed: int) -> list[int]:
+    """Sample counts of the data order: a longer run appends to the order of the run it continues."""
+    missing = needed - sum(segments)
+    return [*segments, missing] if missing > 0 or not segments else list(segments)
+
+
+class Segments(Sequence[Any]):
+    """Datasets one after the other, each counted with the number of samples it was built for."""
+
+    def __init__(self, parts: list[tuple[int, Any]]) -> None:
+        self.parts = parts
+
+    def __len__(self) -> int:
+        return sum(n for n, _ in self.parts)
+
+    def __getitem__(self, index: Any) -> Any:
+        for count, data in self.parts:
+            if index < count:
+                return data[index]
+            index -= count
+        raise IndexError(index)
+
+
+def datasets(state: TrainState, say: Callable[[str], None]) -> tuple[Segments, Any]:
+    """Training data in the order that the checkpoint froze, and validation data."""
+    cfg, train = state.config, state.config.train
+    held_out = train.eval_iters * train.global_batch_size
+    parts, valid = [], None
+    for i, count in enumerate(state.segments):
+        data, found = build_datasets(cfg.data, cfg.train.seed + i, (count, held_out if i == 0 else 0), say)
+        parts.append((count, data))
+        valid = found if i == 0 else valid
+    return Segments(parts), valid
+
+
+def check_space(state: TrainState, directory: Path) -> None:
+    """Refuse at start when not even one checkpoint fits on the disk."""
+    model = state.model
+    per_element = model.dtype.itemsize + (12 if state.optimizer.own_masters else 2 * model.dtype.itemsize)
+    needed = model.count_parameters() * per_element
+    where = next(p for p in (directory, *directory.resolve().parents) if p.exists())
+    free = free_bytes(where)
+    if free < needed:
+        raise refuse(
+            f"checkpoints in {directory}",
+            f"one takes {needed / 1e9:.2f} GB and {free / 1e9:.2f} GB are free",
+            "--save with a directory on a larger disk, or free some space",
+        )
+
+
+def tokenizer_files(tokenizer: Tokenizer | None, scratch: Path) -> dict[str, bytes | Path]:
+    """The tokenizer's files as they go into a checkpoint: `tokenizer/NAME`."""
+    if tokenizer is None:
+        return {}
+    tokenizer.save(scratch)
+    return {f"tokenizer/{p.name}": p for p in sorted(scratch.iterdir())}
+
+

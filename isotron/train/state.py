@@ -1,0 +1,154 @@
+"""What a run is made of, and how it is saved and resumed: weights, masters, moments, counters, data position.
+
+Tensors are saved under global names: `NAME` for weights, `master/NAME`, `exp_avg/NAME`, `exp_avg_sq/NAME` for optimizer
+state, each element by one rank. Everything else is a few numbers in the manifest. No random state exists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from isotron.config.schema import RunConfig, to_dict
+from isotron.core import comm
+from isotron.core.checkpoint.load import Source, Wanted, load_tensors
+from isotron.core.checkpoint.locate import find, verify_files
+from isotron.core.checkpoint.ranks import together
+from isotron.core.checkpoint.save import Saved, save_checkpoint
+from isotron.core.checkpoint.weights import load_weights
+from isotron.core.errors import refuse
+from isotron.core.mesh import AXES, Group
+from isotron.core.optim.adamw import AdamW
+from isotron.core.parallel.model import ParallelModel
+from isotron.core.parallel.replicas import unequal_replicas
+from isotron.core.precision.scaler import LossScaler
+
+
+@dataclass(frozen=True)
+class GroupRanks:
+    """A process group as checkpoints see it."""
+
+    group: Group
+
+    @property
+    def rank(self) -> int:
+        """This rank's place."""
+        return self.group.index
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self.group.size
+
+    def gather_json(self, obj: Any) -> list[Any] | None:
+        """On rank 0 the objects of all ranks."""
+        return comm.gather_json(obj, self.group)
+
+    def broadcast_json(self, obj: Any) -> Any:
+        """The object of rank 0."""
+        return comm.broadcast_json(obj, self.group)
+
+    def barrier(self) -> None:
+        """Wait for every rank."""
+        comm.barrier(self.group)
+
+
+@dataclass
+class TrainState:
+    """A run in progress. `segments`: the sample counts that the data order was built for, oldest first."""
+
+    config: RunConfig
+    model: ParallelModel
+    optimizer: AdamW
+    scaler: LossScaler
+    step: int = 0
+    consumed_samples: int = 0
+    skipped: int = 0
+    segments: list[int] = field(default_factory=list)
+
+    @property
+    def ranks(self) -> GroupRanks:
+        """The world, as checkpoints see it."""
+        return GroupRanks(self.model.mesh.group(*AXES))
+
+
+def saved_tensors(state: TrainState) -> Iterator[Saved]:
+    """This rank's part of a checkpoint."""
+    for name, shape, pieces in state.model.weight_pieces():
+        yield Saved(name, state.model.dtype, shape, pieces)
+    # without ZeRO every data-parallel rank has all of the optimizer state, and the first one saves it
+    mine = state.model.layout.shards_optimizer or state.model.mesh.coordinate["dp"] == 0
+    for name, view, pieces in state.optimizer.pieces():
+        yield Saved(name, view.grad.dtype, view.placed.rule.shape, pieces if mine else [])
+
+
+def save_state(state: TrainState, directory: Path, tokenizer_files: dict[str, bytes | Path]) -> Path:
+    """Save a checkpoint of this step; every rank calls it. Returns its directory."""
+    meta = {
+        "config": to_dict(state.config),
+        "updates": state.optimizer.updates,
+        "scaler": state.scaler.state(),
+        "consumed_samples": state.consumed_samples,
+        "skipped": state.skipped,
+        "segments": state.segments,
+    }
+    keep = state.config.checkpoint.keep_last
+    return save_checkpoint(directory, state.step, saved_tensors(state), meta, state.ranks, keep, tokenizer_files)
+
+
+def find_checkpoint(path: str, ranks: GroupRanks) -> Path | None:
+    """The step directory to resume from, as rank 0 sees it, agreed by all ranks and checked to be visible to each."""
+
+    def on_first() -> str | None:
+        found = find(path, hashes=True) if ranks.rank == 0 else None
+        return None if found is None else str(found)
+
+    found, _ = together(ranks, f"load from {path}", on_first)
+    chosen = ranks.broadcast_json(found)
+    if chosen is not None:
+        together(ranks, f"load from {chosen}", lambda: verify_files(chosen, hashes=False))
+    return None if chosen is None else Path(chosen)
+
+
+def load_state(state: TrainState, step_dir: Path) -> None:
+    """Resume from a checkpoint of any layout, with optimizer state; every rank calls it."""
+
+    def read() -> None:
+        source = Source(step_dir)
+        load_weights(state.model, source)
+        _load_optimizer(state, source)
+        meta = source.manifest.meta
+        state.step = source.manifest.step
+        state.optimizer.updates = int(meta["updates"])
+        state.consumed_samples, state.skipped = int(meta["consumed_samples"]), int(meta["skipped"])
+        state.segments = [int(n) for n in meta["segments"]]
+        if state.scaler.dynamic and meta["scaler"]["dynamic"]:
+            state.scaler = LossScaler(**meta["scaler"])
+        source.close()
+
+    together(state.ranks, f"resume from {step_dir}", read)
+    differing = unequal_replicas(state.model)
+    if differing:
+        raise refuse(
+            f"resume from {step_dir}",
+            f"after loading, ranks hold different values of {', '.join(differing)}",
+            "load another step; this one is damaged or this is a fault of the program",
+            exit_code=1,
+        )
+
+
+def _load_optimizer(state: TrainState, source: Source) -> None:
+    names = set(source.names())
+    wanted = []
+    for name, view, pieces in state.optimizer.pieces(owned=False):
+        plain = name.removeprefix("master/")
+        wanted.append(Wanted(name if name in names else plain, pieces, view.placed.rule.shape))
+    load_tensors(source, wanted, strict=True, ignore=lambda name: True)
+    if state.optimizer.own_masters:
+        return
+    # a float32 run that resumes from a 16-bit one goes on from the masters, which are its weights
+    masters = [n for n in names if n.startswith("master/")]
+    if masters:
+        load_weights(state.model, source, prefix="master/")
