@@ -1,0 +1,52 @@
+"""The weights of a model from any source of tensors, in whatever layout the model has: no optimizer state is read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib import import_module
+
+import torch
+
+from isotron.core.checkpoint.load import TensorSource, Wanted, load_tensors
+from isotron.core.layout import Box, Table
+from isotron.core.parallel.model import ParallelModel
+
+OPTIMIZER = ("master/", "exp_avg/", "exp_avg_sq/")
+
+
+def is_optimizer_state(name: str) -> bool:
+    """Whether a tensor of a checkpoint belongs to the optimizer: masters and moments."""
+    return name.startswith(OPTIMIZER)
+
+
+def load_weights(model: ParallelModel, source: TensorSource) -> None:
+    """Fill every parameter of this rank's stages, replicas and the second owner of a tie included.
+
+    Floating-point dtypes are converted to the model's. Names and shapes are compared for the whole model on every
+    rank, so what is missing, unexpected or of another shape is refused on all of them alike, before any copy.
+    """
+    model.wait_weights()
+    load_tensors(source, weights_wanted(model), ignore=is_optimizer_state)
+
+
+def weights_wanted(model: ParallelModel) -> list[Wanted]:
+    """Every tensor of the whole model under its global name, with the regions that this rank holds, maybe none."""
+    table: Table = model.config.layout(model.layout.padded_vocab(model.config.vocab_size))
+    pieces: dict[str, list[tuple[Box, torch.Tensor]]] = {name: [] for name in global_names(model)}
+    for stage in model.stages.values():
+        for name, placed in stage.placed.items():
+            weight = stage.module.get_parameter(name).data
+            here = [(piece.global_box, weight[piece.local_box.slices()]) for piece in placed.shard.pieces]
+            pieces[placed.name] += here
+    return [Wanted(name, found, table.rule(name).shape) for name, found in pieces.items()]
+
+
+def global_names(model: ParallelModel) -> Iterator[str]:
+    """The names that a checkpoint of this model holds, each once."""
+    cfg = model.config
+    padded = model.layout.padded_vocab(cfg.vocab_size)
+    with torch.device("meta"):
+        whole = import_module(f"isotron.core.models.{cfg.family}").build(cfg, range(cfg.num_layers), True, True, padded)
+    ties = cfg.layout(padded).ties
+    aliases = {alias for alias, _ in ties}
+    return (name for name, _ in whole.named_parameters(remove_duplicate=False) if name not in aliases)
