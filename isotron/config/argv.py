@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from isotron.config import compat
-from isotron.config.catalogue import Option, parse_words
+from isotron.config.catalogue import Option, catalogue, parse_words
 from isotron.config.tables import bad_value, example, nearest
 from isotron.core.errors import Problem
 
@@ -145,6 +145,11 @@ def _read_foreign(parsed: Parsed, foreign: compat.Foreign, flag: str, values: li
 
 
 def _unknown(parsed: Parsed, flag: str, options: Mapping[str, Option]) -> None:
+    other, _ = _leaf_of(flag, catalogue())
+    if other:
+        case = "it is an option of isotron train, not of this command"
+        parsed.problems.append(Problem(flag, case, "leave it out; what a checkpoint fixes is read from it"))
+        return
     known = {o.flag for o in options.values()} | {f for f, leaf in compat.ALIASES.items() if leaf in options}
     close = nearest(flag.replace("_", "-"), known | compat.names())
     for name in close.split(" or "):

@@ -109,7 +109,7 @@ def check_value(option: Option, value: Any) -> Any:
     wanted = {"int": int, "float": float, "str": str, "bool": bool}[kind]
     if not isinstance(value, wanted) or (isinstance(value, bool) and kind != "bool"):
         raise ValueError(f"{value!r} is not {KINDS[kind]}")
-    if kind == "float" and not math.isfinite(value):
+    if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"{value!r} is not a finite number")
     return _chosen(option, value)
 

@@ -108,5 +108,10 @@ IGNORED: dict[str, tuple[int, str]] = {
     "--enable-one-logger": (0, "nothing is sent anywhere unless --wandb-project asks for it"),
     "--no-one-logger": (0, "nothing is sent anywhere unless --wandb-project asks for it"),
     "--log-straggler": (0, "per-rank step times are not compared in this version"),
+    "--log-interval": (1, "progress is shown as time passes"),  # of preprocessing; a training run has it
+    "--partitions": (1, "documents are encoded in parallel and written in order by one writer"),
+    "--keep-sequential-samples": (0, "documents are always written in the order of the input"),
+    "--keep-newlines": (0, "texts are encoded as they are"),
+    "--lang": (1, "texts are encoded as they are, not split into sentences"),
     "--check-for-nan-in-loss-and-grad": (0, "a gradient norm that is not finite always skips or stops the step"),
 }

@@ -93,6 +93,9 @@ REFUSED: dict[str, tuple[str, str]] = {
     "--profile": ("profiling is not built yet", "python -m cProfile on a run with --tp 1 --pp 1 --dp 1"),
     "--use-pytorch-profiler": ("profiling is not built yet", "python -m cProfile on a run with --tp 1 --pp 1 --dp 1"),
     "--use-legacy-models": ("there is one implementation of each family", _OUT),
+    "--split-sentences": ("documents are not split into sentences in this version", _OUT),
+    "--max-documents": ("all documents of the input are encoded", "head -n 1000 corpus.jsonl > part.jsonl"),
+    "--find-optimal-num-workers": ("workers follow from the cores and the size of the input", "--workers 8"),
     "--yaml-cfg": ("config files are TOML", "--config run.toml"),
 }
 
@@ -133,5 +136,6 @@ ONLY: dict[str, tuple[tuple[str, ...], str, str]] = {
         "optimizer state is sharded over all of dp",
         "--num-distributed-optimizer-instances 1",
     ),
+    "--dataset-impl": (("mmap",), "data files are always memory-mapped", "--dataset-impl mmap"),
     "--empty-unused-memory-level": (("0",), "cached memory is kept", "--empty-unused-memory-level 0"),
 }

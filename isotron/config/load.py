@@ -14,7 +14,7 @@ from isotron.config.catalogue import Option, catalogue
 from isotron.config.compat import ALIASES
 from isotron.config.schema import MODELS, PRESETS, RunConfig, changed
 from isotron.config.settle import settle
-from isotron.config.switches import MEGATRON_MODEL, MEGATRON_RUN, Family, choose_family
+from isotron.config.switches import MEGATRON_MODEL, MEGATRON_RUN, MEGATRON_TRAIN_ITERS, Family, choose_family
 from isotron.config.tables import CHOOSERS, read_tables, read_toml
 from isotron.core.errors import Problem, Refused
 
@@ -129,6 +129,7 @@ def _merge(
         merged |= {leaf: (value, "Megatron's default") for leaf, value in MEGATRON_MODEL.items()}
     if megatron:
         merged |= {leaf: (value, "Megatron's default") for leaf, value in MEGATRON_RUN.items()}
+        merged["train_iters"] = (MEGATRON_TRAIN_ITERS, "--defaults megatron")
     preset = parsed.given["preset"].value if "preset" in parsed.given else toml.get("preset")
     if preset:
         sizes = PRESETS[preset]
@@ -205,7 +206,8 @@ def _say_defaults(parsed: Parsed, merged: Mapping[str, tuple[Any, str]], family:
                 f"model family {family.name} (default); for Megatron's GPT add --defaults megatron or --family gpt"
             )
         return
-    names = [f"{leaf} {value}" for leaf, (value, origin) in merged.items() if origin == "Megatron's default"]
+    origins = ("Megatron's default", "--defaults megatron")
+    names = [f"{leaf} {value}" for leaf, (value, origin) in merged.items() if origin in origins]
     parsed.notes.append(
         f"model family {family.name} ({family.origin}); left to Megatron's defaults: {', '.join(names) or 'nothing'}"
     )

@@ -29,25 +29,33 @@ def _groups(c: RunConfig, f: Facts) -> Problem:
     return Problem(asked(c, "num_attention_heads", "num_key_value_heads"), case, fix)
 
 
+def legal_tp(c: RunConfig) -> int:
+    """The largest tensor-parallel size up to the one asked for that divides heads, groups and the MLP."""
+    h, k = c.model.num_attention_heads, c.model.kv_heads
+    sizes = range(1, c.layout.tp + 1)
+    return max(t for t in sizes if h % t == 0 and c.model.ffn % t == 0 and (k % t == 0 or t % k == 0))
+
+
 def _tp_heads(c: RunConfig, f: Facts) -> Problem:
     h, tp = c.model.num_attention_heads, c.layout.tp
     case = f"whole heads are dealt to tensor-parallel ranks, and {h} heads / {tp} ranks = {h / tp:g}"
-    return Problem(asked(c, "tp", "num_attention_heads"), case, f"--tp {nearest_divisor(h, tp)}")
+    return Problem(asked(c, "tp", "num_attention_heads"), case, f"--tp {legal_tp(c)}")
 
 
 def _tp_groups(c: RunConfig, f: Facts) -> Problem:
     k, tp = c.model.kv_heads, c.layout.tp
-    works = [t for t in range(1, tp + 1) if (k % t == 0 or t % k == 0) and c.model.num_attention_heads % t == 0]
     case = (
         f"key/value heads ({k}) and tensor-parallel ranks ({tp}) must divide one another, and neither divides the other"
     )
-    return Problem(asked(c, "tp", "num_key_value_heads"), case, f"--tp {works[-1]}")
+    return Problem(asked(c, "tp", "num_key_value_heads"), case, f"--tp {legal_tp(c)}")
 
 
 def _tp_ffn(c: RunConfig, f: Facts) -> Problem:
     w, tp = c.model.ffn, c.layout.tp
     case = f"the MLP is split over tensor-parallel ranks, and ffn_hidden_size {w} / {tp} ranks = {w / tp:g}"
-    return Problem(f"{asked(c, 'tp')} --ffn-hidden-size {w}", case, f"--ffn-hidden-size {max(w // tp, 1) * tp}")
+    return Problem(
+        f"{asked(c, 'tp')} --ffn-hidden-size {w}", case, f"--tp {legal_tp(c)}, or --ffn-hidden-size {-(-w // tp) * tp}"
+    )
 
 
 def _sequence(c: RunConfig, f: Facts) -> Problem:
@@ -196,5 +204,6 @@ LAYOUT_RULES: tuple[Rule, ...] = (
          lambda c, f: c.layout.recompute_num_layers > 1 and c.layout.recompute != "full", _recompute_units),
     Rule("world size", ("tp", "pp", "dp"), _world_broken, _world),
     Rule("enough devices", ("tp", "pp", "dp", "device"), _devices_broken, _devices),
-    Rule("a device", ("device",), lambda c, f: c.train.device not in ("auto", "cpu") and f.device_count == 0, _no_device),
+    Rule("a device", ("device",),
+         lambda c, f: c.train.device not in ("auto", "cpu") and f.device_count == 0, _no_device),
 )  # fmt: skip

@@ -29,10 +29,11 @@ SPELLING: dict[tuple[str, str], str] = {
     ("@mlp", "swiglu"): "--swiglu",
     ("@bias", "off"): "--disable-bias-linear",
 }
+# Megatron has no default length of a run; its launch lines often leave it out.
+MEGATRON_TRAIN_ITERS = 500000
 # What Megatron uses where a command is silent and isotron's own default differs.
 MEGATRON_MODEL: dict[str, Any] = {"hidden_dropout": 0.1, "attention_dropout": 0.1, "tie_embeddings": True}
 MEGATRON_RUN: dict[str, Any] = {
-    "train_iters": 500000,
     "adam_beta2": 0.999,
     "weight_decay": 0.01,
     "lr_decay_style": "linear",

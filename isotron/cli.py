@@ -1,0 +1,150 @@
+"""`isotron VERB`: one table of verbs; each imports only what it needs.
+
+A verb's function takes the words after the verb and returns the exit code: 0 done and saved, 2 a request that can be
+corrected, 1 a run that failed. What is wrong is printed to stderr as three lines: asked, but, try.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from isotron import __version__
+from isotron.config.argv import clean_words
+from isotron.config.tables import nearest
+from isotron.core.errors import Refused, refuse
+
+
+@dataclass(frozen=True)
+class Verb:
+    """One command: what it does, an example, the function that does it and the one that shows its options."""
+
+    line: str
+    example: str
+    run: str
+    help: str
+
+
+VERBS: dict[str, Verb] = {
+    "preprocess": Verb(
+        "text to tokens: JSON lines in, .bin/.idx out",
+        "isotron preprocess --input corpus.jsonl --output-prefix data/corpus --tokenizer-model tokenizer.json",
+        "isotron.commands.preprocess:run",
+        "isotron.commands.preprocess:help_text",
+    ),
+    "train": Verb(
+        "train a model on any layout, resume from a checkpoint",
+        "isotron train --config run.toml --tp 2 --pp 2 --save runs/first",
+        "isotron.commands.train:run",
+        "isotron.commands.train:help_text",
+    ),
+    "generate": Verb(
+        "continue prompts with a trained model",
+        'isotron generate --load runs/first --prompt "Once upon a time" --max-new-tokens 50 --temperature 0',
+        "isotron.commands.generate:run",
+        "isotron.commands.generate:help_text",
+    ),
+    "verify": Verb(
+        "your config, scaled down, in your layout against one process in float64",
+        "isotron verify --config run.toml --tp 2 --pp 2",
+        "isotron.commands.verify:run",
+        "isotron.commands.verify:help_text",
+    ),
+    "doctor": Verb(
+        "what this machine has and can do",
+        "isotron doctor --json",
+        "isotron.commands.doctor:run",
+        "isotron.commands.doctor:help_text",
+    ),
+}
+
+_HF = "leave the checkpoint as it is: isotron train and isotron generate load it in any layout"
+NOT_BUILT: dict[str, str] = {
+    "finetune": "isotron train --load DIR --data-path DATA continues pre-training from a checkpoint",
+    "convert": _HF,
+    "serve": "isotron generate --load DIR --prompt TEXT",
+    "evaluate": "isotron train with --valid-data-path reports the loss on held-out data",
+    "plan": "isotron verify with the layout in question",
+    "schedule": "isotron verify with --schedule NAME",
+    "inspect": "the file manifest.json of a checkpoint lists its tensors",
+    "compare": "the file metrics.jsonl of each run has every loss in full precision",
+    "score": "isotron train with --valid-data-path reports the loss on held-out data",
+    "tokenizer": "isotron preprocess with a tokenizer's own files",
+    "retrieval": "isotron train --family gpt",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit code."""
+    words = clean_words(sys.argv[1:] if argv is None else argv)
+    try:
+        return _dispatch(words)
+    except Refused as refused:
+        if _first_rank():
+            report(refused)
+        return refused.exit_code
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader of our output (head, less) has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+def report(refused: Refused) -> None:
+    """Each problem as three lines on stderr; with ISOTRON_DEBUG the traceback before them."""
+    if os.environ.get("ISOTRON_DEBUG"):
+        traceback.print_exception(refused, file=sys.stderr)
+    print("\n\n".join(map(str, refused.problems)), file=sys.stderr)
+
+
+def _dispatch(words: list[str]) -> int:
+    if not words or words[0] in ("--help", "-h", "help"):
+        print(help_text())
+        return 0 if words else 2
+    if words[0] == "--version":
+        print(f"isotron {__version__}")
+        return 0
+    verb, rest = words[0], words[1:]
+    if verb not in VERBS:
+        raise _no_verb(verb)
+    from isotron.processes import check_platform, find
+
+    if "--help" in rest or "-h" in rest:
+        print(find(VERBS[verb].help)())
+        return 0
+    check_platform()
+    return int(find(VERBS[verb].run)(rest))
+
+
+def _no_verb(verb: str) -> Refused:
+    if verb in NOT_BUILT:
+        return refuse(f"isotron {verb}", f"{verb} is not built yet", NOT_BUILT[verb])
+    close = nearest(verb, VERBS)
+    fix = (
+        f"isotron {close}"
+        if close
+        else f"isotron with one of {', '.join(VERBS)}; isotron --help shows an example of each"
+    )
+    return refuse(f"isotron {verb}", "there is no such verb", fix)
+
+
+def _first_rank() -> bool:
+    """Whether this process speaks for all: every rank of a launcher finds the same problems."""
+    return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
+
+
+def help_text() -> str:
+    """What `isotron --help` shows."""
+    lines = ["isotron: write the model once; train it on any layout, on any device, and get the same numbers.", ""]
+    for name, verb in VERBS.items():
+        lines += [f"  {name:<12}{verb.line}", f"  {'':<12}{verb.example}", ""]
+    lines += ["isotron VERB --help shows the options of a verb. Options may be spelled as in Megatron-LM."]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

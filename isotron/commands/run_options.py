@@ -1,0 +1,128 @@
+"""From the words of a command to a checked run config: what `train` and `verify` have in common."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from isotron.commands.helptext import options_help
+from isotron.config.catalogue import Option, catalogue
+from isotron.config.check import check, finish
+from isotron.config.load import LOADER_OPTIONS, Loaded, read
+from isotron.config.resume import Found, find_checkpoint
+from isotron.config.schema import SECTIONS, RunConfig, changed, to_dict, to_toml
+from isotron.core.errors import Problem, Refused
+
+JSON = {"json": Option("json", "bool", False, "print the result as JSON")}
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A run that can start: its finished config, where values came from, lines to print, the checkpoint to resume."""
+
+    config: RunConfig
+    provenance: Mapping[str, str]
+    notes: tuple[str, ...]
+    flags: Mapping[str, Any]
+    resumed: Found
+
+
+def prepare(words: Sequence[str], extra: Mapping[str, Option], skip: Collection[str] = ()) -> Prepared:
+    """Read and check a run's command; every problem is raised at once. `skip`: leaves that the verb does not need."""
+    from isotron.launch import from_environment
+
+    said: list[str] = []
+    problems: list[Problem] = []
+    loaded = read(words, None, extra)
+    found = Found()
+    if not {"load", "save"} & loaded.doubtful and "load" not in skip:
+        found = _caught(problems, Found(), lambda: find_checkpoint(*_places(loaded), log=said.append))
+        if found.config is not None:
+            loaded = read(words, found.config, extra)
+    config = changed(loaded.config, load=found.path)
+    vocab = 0 if {"tokenizer_model", "vocab_file", "merge_file", "tokenizer_type"} & set(skip) else _vocab(config)
+    world = from_environment()
+    size = None if world is None else world.size
+    devices = device_count(config.train.device)
+    problems = [*loaded.problems, *problems]
+    problems += check(config, size, devices, vocab, {*skip, *loaded.doubtful})
+    if problems:
+        raise Refused(problems)
+    finished = finish(config, size, devices, vocab)
+    notes = (*loaded.notes, *said, *_changes(config, finished))
+    origins = {**loaded.provenance, **_derived(config, finished)}
+    return Prepared(finished, origins, notes, {k: g.value for k, g in loaded.flags.items()}, found)
+
+
+def _places(loaded: Loaded) -> tuple[str, str]:
+    return loaded.config.checkpoint.load, loaded.config.checkpoint.save
+
+
+def _caught(problems: list[Problem], default: Any, action: Callable[[], Any]) -> Any:
+    """The action's result; when it refuses, its problems join the others and `default` is the result."""
+    try:
+        return action()
+    except Refused as refused:
+        problems += refused.problems
+        return default
+
+
+def device_count(name: str) -> int:
+    """Accelerators that this command may use; torch is only loaded to ask when it may use any."""
+    if name == "cpu":
+        return 0
+    from isotron.core import device
+
+    return device.count() if device.is_cuda(device.resolve("auto")) else 0
+
+
+def _vocab(config: RunConfig) -> int:
+    """Entries of the tokenizer; 0 when no file is given, or one is missing (which a rule reports)."""
+    from pathlib import Path
+
+    t = config.tokenizer
+    files = [f for f in (t.tokenizer_model, t.vocab_file, t.merge_file) if f]
+    if not files or not all(Path(f).exists() for f in files) or bool(t.vocab_file) != bool(t.merge_file):
+        return 0
+    from isotron.tokenizers.build import build_tokenizer
+
+    return build_tokenizer(t).vocab_size
+
+
+def _changes(before: RunConfig, after: RunConfig) -> list[str]:
+    """What `finish` decided against an option that was given."""
+    if before.layout.sequence_parallel and not after.layout.sequence_parallel:
+        return ["--sequence-parallel: no effect with --tp 1, there is nothing to split the sequence over"]
+    return []
+
+
+def _derived(before: RunConfig, after: RunConfig) -> dict[str, str]:
+    old, new = to_dict(before), to_dict(after)
+    return {k: "derived" for section in new for k in new[section] if old[section][k] != new[section][k]}
+
+
+def show_config(prepared: Prepared, as_json: bool) -> str:
+    """`--print-config`: every value and where it came from."""
+    if not as_json:
+        return to_toml(prepared.config, prepared.provenance)
+    tree = to_dict(prepared.config)
+    return json.dumps({"config": tree, "provenance": dict(prepared.provenance), "notes": prepared.notes}, indent=2)
+
+
+def run_help(usage: str, extra: Mapping[str, Option], closing: str = "") -> str:
+    """The options of a run by section, the command's own first."""
+    own = {k: o for k, o in LOADER_OPTIONS.items() if not o.section}
+    groups = {"[command]": [*own.values(), *extra.values()]}
+    for section in SECTIONS:
+        chosen = [o for o in LOADER_OPTIONS.values() if o.section == section]
+        groups[f"[{section}]"] = [*chosen, *(o for o in catalogue().values() if o.section == section)]
+    return options_help(usage, groups, closing)
+
+
+def with_run_directory(config: RunConfig, stamp: str) -> RunConfig:
+    """The config with `save` and `run_dir` filled from each other, or from a time stamp."""
+    run = config.log.run_dir or config.checkpoint.save or f"runs/{stamp}"
+    save = config.checkpoint.save or run
+    return replace(config, log=replace(config.log, run_dir=run), checkpoint=replace(config.checkpoint, save=save))

@@ -1,0 +1,39 @@
+"""`isotron verify`: the user's config scaled down, in the user's layout, against one process in float64."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from isotron.commands.run_options import JSON, prepare, run_help
+from isotron.config.catalogue import Option
+
+OWN = {
+    "inject": Option(
+        "inject", "str", "", "break something on purpose: the check must then fail", choices=("drop-allreduce",)
+    ),
+    **JSON,
+}
+# a verification makes its own data and its own few steps, on the CPU
+UNUSED = (
+    *("data_path", "valid_data_path", "mock_data", "split", "train_iters", "vocab_size", "device", "load", "save"),
+    *("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "lr_warmup_iters", "lr_wsd_decay_iters"),
+)
+
+
+def run(words: Sequence[str]) -> int:
+    """Verify the layout that the words describe; returns 0 when every comparison passes, 1 when one fails."""
+    from isotron.config.schema import changed
+    from isotron.train.verify import main
+
+    prepared = prepare([*words, "--device", "cpu"], OWN, UNUSED)
+    for note in prepared.notes:
+        print(f"note: {note}", file=sys.stderr)
+    flags = prepared.flags
+    config = changed(prepared.config, device="cpu")
+    return int(main(config, inject=flags.get("inject", ""), as_json=bool(flags.get("json"))))
+
+
+def help_text() -> str:
+    """The options of verify."""
+    return run_help("isotron verify: the options of a training command, and", OWN)
