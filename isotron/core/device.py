@@ -5,6 +5,7 @@ What a device cannot do is refused with an error that names what works, or emula
 
 from __future__ import annotations
 
+import os
 import platform
 import resource
 import sys
@@ -19,6 +20,7 @@ __all__ = [
     "Capabilities",
     "activate",
     "backend",
+    "build",
     "capabilities",
     "check",
     "count",
@@ -132,7 +134,7 @@ def resolve(name: str, local_rank: int = 0) -> torch.device:
     if name == "cpu" or (name == "auto" and not available):
         return torch.device("cpu")
     if not available:
-        raise refuse("--device cuda", f"{_why_no_cuda()}", "--device cpu, or --device auto to take what there is")
+        raise refuse("--device cuda", _why_no_cuda(), "--device cpu, or --device auto to take what there is")
     devices = torch.cuda.device_count()
     if local_rank >= devices:
         raise refuse(
@@ -144,7 +146,7 @@ def resolve(name: str, local_rank: int = 0) -> torch.device:
 
 
 def _why_no_cuda() -> str:
-    if torch.version.cuda is None and torch.version.hip is None:
+    if build() == "CPU":
         return f"torch {torch.__version__} is a build without GPU support"
     return f"torch {torch.__version__} finds no GPU (driver missing, or CUDA_VISIBLE_DEVICES is empty)"
 
@@ -173,6 +175,13 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 # ---- what it does now ----------------------------------------------------------------------------------------------
+
+
+def build() -> str:
+    """What torch was built for: `CPU`, or CUDA or ROCm with its version."""
+    if torch.version.cuda is not None:
+        return f"CUDA {torch.version.cuda}"
+    return f"ROCm {torch.version.hip}" if torch.version.hip is not None else "CPU"
 
 
 def device_name(device: torch.device) -> str:
@@ -204,8 +213,6 @@ def total_memory(device: torch.device) -> int | None:
     """Bytes of the device, or of the machine for the CPU; None where the system does not say."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
-    import os
-
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (ValueError, OSError):

@@ -53,13 +53,14 @@ def doctor(directory: str = ".") -> Report:
     """Everything that is known about this machine, ready for JSON; sizes in bytes, times in seconds."""
     import torch
 
+    from isotron.core import device as dev
+
     disk = shutil.disk_usage(directory)
     return {
         "isotron": __version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "torch_cuda": torch.version.cuda,
-        "torch_hip": torch.version.hip,
+        "torch_build": dev.build(),
         "system": platform.platform(),
         "cores": os.cpu_count() or 1,
         "threads": torch.get_num_threads(),
@@ -154,10 +155,9 @@ def _show(report: Report) -> None:
     from rich.console import Console
 
     console = Console()
-    build = (
-        report["torch_cuda"] and f"CUDA {report['torch_cuda']}" or report["torch_hip"] and f"ROCm {report['torch_hip']}"
+    console.print(
+        f"isotron {report['isotron']}, Python {report['python']}, torch {report['torch']} ({report['torch_build']})"
     )
-    console.print(f"isotron {report['isotron']}, Python {report['python']}, torch {report['torch']} ({build or 'CPU'})")
     console.print(f"{report['system']}, {report['cores']} cores, {report['threads']} threads")
     console.print(_device_table(report["devices"]))
     console.print(_package_table(report["packages"]))
