@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib import import_module
 
 import torch
@@ -19,14 +20,17 @@ def is_optimizer_state(name: str) -> bool:
     return name.startswith(OPTIMIZER)
 
 
-def load_weights(model: ParallelModel, source: TensorSource) -> None:
+def load_weights(model: ParallelModel, source: TensorSource, prefix: str = "") -> None:
     """Fill every parameter of this rank's stages, replicas and the second owner of a tie included.
 
     Floating-point dtypes are converted to the model's. Names and shapes are compared for the whole model on every
     rank, so what is missing, unexpected or of another shape is refused on all of them alike, before any copy.
+    `prefix`: "master/" reads the float32 masters as weights; tensors without the prefix are then left alone.
     """
     model.wait_weights()
-    load_tensors(source, weights_wanted(model), ignore=is_optimizer_state)
+    wanted = [replace(want, name=prefix + want.name) for want in weights_wanted(model)]
+    others = is_optimizer_state if not prefix else lambda name: not name.startswith(prefix)
+    load_tensors(source, wanted, ignore=others)
 
 
 def weights_wanted(model: ParallelModel) -> list[Wanted]:
