@@ -83,10 +83,14 @@ class Pool:
         request = Request(processes.reference(fn), args, self._generation, list(sys.path))
         if not self._workers:
             self._start()
-        for pipe in self._pipes:
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # seen as a dead worker below
-                processes.send(pipe, request)
-        replies, late = self._collect(time.monotonic() + timeout)
+        try:
+            for pipe in self._pipes:
+                with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # seen as a dead worker below
+                    processes.send(pipe, request)
+            replies, late = self._collect(time.monotonic() + timeout)
+        except BaseException:  # interrupted: answers still under way must not be taken for the next call's
+            self.close()
+            raise
         return self._judge(request.function, replies, late, timeout)
 
     def close(self) -> None:

@@ -67,6 +67,7 @@ def run_local(target: str, world: int, args: tuple[Any, ...] = ()) -> int:
     SIGINT are passed on, a second one kills. Raises `Refused` where that is what a rank raised; any other failure is
     printed with the rank's number: its exit code is returned, or 128 + the signal that ended it.
     """
+    processes.check_platform()
     if world == 1:
         result = processes.find(target)(*args)
         return result if isinstance(result, int) else 0

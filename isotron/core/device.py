@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import platform
-import resource
 import sys
 from dataclasses import dataclass
 
@@ -199,6 +198,8 @@ def peak_memory(device: torch.device) -> int:
     """Most bytes held: allocated tensors since the last reset on a GPU, the process's resident peak on the CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
+    import resource  # POSIX only, so that this module loads anywhere
+
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux KiB
 

@@ -227,3 +227,16 @@ def alive(pid: int) -> bool:
             return handle.read().rsplit(")", 1)[1].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+def test_an_interrupted_call_leaves_no_answer_behind(ranks, monkeypatch):
+    ranks(2, total)
+
+    def interrupt(self, deadline):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Pool, "_collect", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            ranks(2, echo, 1)
+    assert ranks(2, total) == [3.0, 3.0]

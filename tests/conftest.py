@@ -1,0 +1,23 @@
+"""What all tiers share: the option that turns the long tests on, and the skips."""
+
+from __future__ import annotations
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slow", action="store_true", help="also run tests marked slow, such as the full matrix")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    marked = [item for item in items if item.get_closest_marker("slow")]
+    if not config.getoption("--slow"):
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="needs --slow"))
+    on_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if on_gpu:
+        import torch
+
+        if not torch.cuda.is_available():
+            for item in on_gpu:
+                item.add_marker(pytest.mark.skip(reason="needs an accelerator"))
