@@ -18,7 +18,8 @@ from torch import Tensor
 from isotron.core.errors import refuse
 from isotron.core.nn.linear import GradSink, Socket, sink_of
 
-CHUNK_BYTES = 64 << 20
+CHUNK_BYTES = 64 << 20  # logits at hand: wide enough for good matrix products
+BLOCK_BYTES = 4 << 20  # logits in float32 at a time: small enough for the cache
 
 
 class Vocab(Protocol):
@@ -31,20 +32,41 @@ class Vocab(Protocol):
         ...
 
 
-def _chunk_probabilities(logits: Tensor, labels: Tensor, vocab: Vocab | None) -> tuple[Tensor, Tensor]:
-    """Per-token losses [C] and probabilities [C, V] minus one at the label, in float32 or wider."""
+def _local_softmax(logits: Tensor, row: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Softmax of logits_CV in place, times `row` [C, 1] if given; the highest logit and the sum of exp(l - highest) [C].
+
+    In float32 or wider; 16-bit logits pass through a small wide block.
+    """
     wide = torch.promote_types(logits.dtype, torch.float32)
+    top, total = torch.empty(2, len(logits), dtype=wide, device=logits.device)
+    step = max(1, BLOCK_BYTES // (4 * logits.shape[1]))
+    scratch = torch.empty(0 if logits.dtype == wide else step, logits.shape[1], dtype=wide, device=logits.device)
+    for start in range(0, len(logits), step):
+        part = slice(start, start + step)
+        block = logits[part] if logits.dtype == wide else scratch[: len(logits[part])].copy_(logits[part])
+        top[part] = block.amax(1)
+        torch.softmax(block, 1, out=block)
+        total[part] = 1 / block.amax(1)  # the largest probability is exp(0) / total
+        if row is not None:
+            block.mul_(row[part])
+        if block.dtype != logits.dtype:
+            logits[part] = block
+    return top, total
+
+
+def _loss_gradient(logits: Tensor, labels: Tensor, row: Tensor | None, vocab: Vocab | None) -> Tensor:
+    """Per-token losses [C]; logits_CV become (softmax - one at the label) x row, in place."""
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    width = logits.shape[1]
     local = labels if vocab is None else labels - vocab.first
-    inside = (local >= 0) & (local < logits.shape[1])
-    at = local.clamp(0, max(logits.shape[1] - 1, 0))[:, None]
-    if logits.shape[1] == 0:  # this rank holds padding only
-        top = torch.full_like(labels, -torch.inf, dtype=wide)
-        total, target, p = torch.zeros_like(top), torch.zeros_like(top), logits.to(wide)
-    else:
+    inside = (local >= 0) & (local < width)
+    at = local.clamp(0, max(width - 1, 0))[:, None]
+    if width:
         target = torch.gather(logits, 1, at)[:, 0].to(wide).masked_fill(~inside, 0)
-        top = logits.amax(1).to(wide)
-        p = torch.softmax(logits, 1, dtype=wide)
-        total = 1 / p.amax(1)  # the largest probability is exp(0) / total
+        top, total = _local_softmax(logits, row)
+    else:  # this rank holds padding only
+        top = torch.full(labels.shape, -torch.inf, dtype=wide, device=labels.device)
+        target = total = torch.zeros_like(top)
     if vocab is None:
         lse = top + total.log()
     else:
@@ -52,10 +74,13 @@ def _chunk_probabilities(logits: Tensor, labels: Tensor, vocab: Vocab | None) ->
         highest = tops.amax(0)
         everything = (totals * (tops - highest).exp()).sum(0)
         lse, target = highest + everything.log(), targets.sum(0)
-        p.mul_((total * (top - highest).exp() / everything)[:, None])
-    if logits.shape[1]:
-        p.scatter_add_(1, at, inside[:, None].to(wide).neg_())
-    return lse - target, p
+        logits.mul_((total * (top - highest).exp() / everything)[:, None])
+    if width:
+        at_label = torch.expm1(target - lse)  # exact where the probability is near one
+        at_label = at_label if row is None else at_label * row[:, 0]
+        place = torch.arange(len(at), device=at.device), at[:, 0]
+        logits[place] = torch.where(inside, at_label.to(logits.dtype), logits[place])
+    return lse - target
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -71,24 +96,22 @@ class _LinearCrossEntropy(torch.autograd.Function):
         dw = _Accumulator(w, sink) if need_w else None
         scale = weight if sink is not None else 1.0
         total = torch.zeros((), dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
-        step = max(16, CHUNK_BYTES // (4 * max(1, w.shape[0])))
-        for start in range(0, flat.shape[0], step):
+        step = min(len(flat), max(16, CHUNK_BYTES // (w.element_size() * max(1, w.shape[0]))))
+        buffer = torch.empty(step, real, dtype=flat.dtype, device=flat.device)
+        narrow = torch.promote_types(w.dtype, torch.float32) != w.dtype
+        for start in range(0, len(flat), step):
             part = slice(start, start + step)
-            logits = flat[part] @ w[:real].t()
-            losses, p = _chunk_probabilities(logits, y[part], vocab)
+            rows, row = flat[part], (m[part] * scale).to(total.dtype)[:, None]
+            logits = torch.mm(rows, w[:real].t(), out=buffer[: len(rows)])
+            # 16 bits: scale before rounding, or small probabilities vanish; else scaling the narrow side is cheaper
+            losses = _loss_gradient(logits, y[part], row if narrow else None, vocab)
             total += torch.where(m[part] != 0, losses * m[part], 0).sum()
-            row = (m[part] * scale).to(p.dtype)[:, None]
-            rows = flat[part]
-            if p.dtype == w.dtype:  # scaling the narrow side costs less than a pass over the probabilities
-                rows, after = rows * row, row
-            else:  # 16 bits: scale before rounding, or small probabilities vanish
-                p, after = p.mul_(row).to(w.dtype), None
             if dx is not None:
-                torch.mm(p, w[:real], out=dx[part])
-                if after is not None:
-                    dx[part].mul_(after)
+                torch.mm(logits, w[:real], out=dx[part])
+                if not narrow:
+                    dx[part].mul_(row)
             if dw is not None:
-                dw.add(p, rows, real)
+                dw.add(logits, rows if narrow else rows * row, real)
         ctx.enter, ctx.scale, ctx.in_sink = enter, scale, sink is not None and need_w
         kept = None if dw is None or ctx.in_sink else dw.buffer
         ctx.save_for_backward(None if dx is None else dx.view_as(full), kept)
@@ -119,17 +142,23 @@ class _Accumulator:
 
     def __init__(self, w: Tensor, sink: GradSink | None) -> None:
         self.sink = sink
+        self.buffer = torch.empty_like(w) if sink is None else sink.buffer
+        self.empty = sink is None or sink.fresh
         if sink is not None:
-            sink.clear_if_fresh()
-        self.buffer = torch.zeros_like(w) if sink is None else sink.buffer
+            sink.fresh = False
 
     def add(self, p: Tensor, x: Tensor, real: int) -> None:
         """`real` rows of the buffer are vocabulary, the rest padding."""
         rows = self.buffer[:real]
+        if self.empty:
+            self.buffer[real:].zero_()
         if rows.dtype == p.dtype:
-            rows.addmm_(p.t(), x)
+            torch.addmm(rows, p.t(), x, beta=0 if self.empty else 1, out=rows)
+        elif self.empty:
+            rows.copy_(p.t() @ x)
         else:
             rows.add_(p.t() @ x)
+        self.empty = False
 
 
 class Head(nn.Module):
@@ -144,8 +173,9 @@ class Head(nn.Module):
 
     def forward(self, x_BSD: Tensor, labels_BS: Tensor, mask_BS: Tensor, weight: float = 1.0) -> Tensor:
         """Sum over tokens of mask x cross-entropy. `weight` is the factor with which backward will be called."""
+        w = self.weight if torch.is_grad_enabled() else self.weight.detach()  # no gradients are formed in evaluation
         return _LinearCrossEntropy.apply(
-            x_BSD, self.weight, labels_BS, mask_BS, weight, self.real, self.enter, self.vocab
+            x_BSD, w, labels_BS, mask_BS, weight, self.real, self.enter, self.vocab
         )
 
     def logits(self, x_BSD: Tensor) -> Tensor:
