@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from isotron.commands.helptext import options_help
@@ -41,7 +41,8 @@ def prepare(words: Sequence[str], extra: Mapping[str, Option], skip: Collection[
         found = _caught(problems, Found(), lambda: find_checkpoint(*_places(loaded), log=said.append))
         if found.config is not None:
             loaded = read(words, found.config, extra)
-    config = changed(loaded.config, load=found.path)
+    # the run is named, not the step: should the step prove damaged, the loader looks for the one before it
+    config = loaded.config if found.path else changed(loaded.config, load="")
     vocab = 0 if {"tokenizer_model", "vocab_file", "merge_file", "tokenizer_type"} & set(skip) else _vocab(config)
     world = from_environment()
     size = None if world is None else world.size
@@ -119,10 +120,3 @@ def run_help(usage: str, extra: Mapping[str, Option], closing: str = "") -> str:
         chosen = [o for o in LOADER_OPTIONS.values() if o.section == section]
         groups[f"[{section}]"] = [*chosen, *(o for o in catalogue().values() if o.section == section)]
     return options_help(usage, groups, closing)
-
-
-def with_run_directory(config: RunConfig, stamp: str) -> RunConfig:
-    """The config with `save` and `run_dir` filled from each other, or from a time stamp."""
-    run = config.log.run_dir or config.checkpoint.save or f"runs/{stamp}"
-    save = config.checkpoint.save or run
-    return replace(config, log=replace(config.log, run_dir=run), checkpoint=replace(config.checkpoint, save=save))

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from datetime import datetime
 
-from isotron.commands.run_options import JSON, prepare, run_help, show_config, with_run_directory
+from isotron.commands.run_options import JSON, prepare, run_help, show_config
+from isotron.config.schema import RunConfig, changed
+from isotron.core.errors import refuse
+from isotron.launch import World, from_environment, run_local
 
 MAIN = "isotron.train.main:main"
 
 
 def run(words: Sequence[str]) -> int:
     """Train as the words say; returns the exit code."""
-    from isotron.launch import from_environment, run_local
-
     prepared = prepare(words, JSON)
     world = from_environment()
     if world is None or world.rank == 0:
@@ -23,11 +25,30 @@ def run(words: Sequence[str]) -> int:
     if prepared.flags.get("print_config"):
         print(show_config(prepared, bool(prepared.flags.get("json"))))
         return 0
-    config = prepared.config
-    if world is not None:  # one of a launcher's processes: rank 0 names the run directory, `main` tells the others
-        return run_local(MAIN, 1, (config,))
-    config = with_run_directory(config, datetime.now().strftime("%Y%m%d-%H%M%S"))
-    return run_local(MAIN, config.layout.world, (config,))
+    config, directory = with_directories(prepared.config, world)
+    processes = 1 if world is not None else config.layout.world
+    return run_local(MAIN, processes, (config, directory))
+
+
+def with_directories(config: RunConfig, world: World | None) -> tuple[RunConfig, str]:
+    """The config with `save` filled in, and the run directory; every rank of a launcher comes to the same names."""
+    run = config.log.run_dir or config.checkpoint.save or f"runs/{_run_name(world)}"
+    return changed(config, run_dir=run, save=config.checkpoint.save or run), run
+
+
+def _run_name(world: World | None) -> str:
+    if world is None:
+        return datetime.now().strftime("%Y%m%d-%H%M%S")
+    job = os.environ.get("SLURM_JOB_ID") or os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    if job != "none":
+        return f"job-{job}"
+    if world.local_size < world.size:
+        raise refuse(
+            "several machines, without --save or --run-dir",
+            "every process must come to the same run directory, and no job number names it",
+            "--save runs/NAME on a file system that all machines share",
+        )
+    return f"torchrun-{os.getppid()}-{os.environ.get('MASTER_PORT', '0')}"  # the launcher is the parent of all ranks
 
 
 def help_text() -> str:

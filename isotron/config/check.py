@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from isotron.config.catalogue import catalogue
 from isotron.config.rules import RANGES, Facts, Rule
 from isotron.config.rules_layout import LAYOUT_RULES
 from isotron.config.rules_run import RUN_RULES
-from isotron.config.schema import RunConfig, changed
+from isotron.config.schema import RunConfig, changed, value
 from isotron.core.errors import Problem
 
 RULES: tuple[Rule, ...] = (*RANGES, *LAYOUT_RULES, *RUN_RULES)
@@ -33,10 +34,10 @@ def broken(config: RunConfig, facts: Facts, skip: Collection[str] = ()) -> list[
         if not bad.intersection(rule.leaves) and rule.broken(config, facts):
             problems.append(rule.problem(config, facts))
             bad.update(rule.leaves)
-    if bad.intersection(("tp", "pp", "dp", "micro_batch_size", "global_batch_size")):
-        bad.update(("dp", "global_batch_size"))  # their defaults depend on each other
-    else:
-        config = finish(config, facts.world_size, facts.device_count, facts.tokenizer_vocab)
+    # what is wrong by itself is replaced, so that the rest can still be looked at
+    legal = {leaf: catalogue()[leaf].default for leaf in bad if value(config, leaf) is not None}
+    config = changed(config, **legal)
+    config = finish(config, facts.world_size, facts.device_count, facts.tokenizer_vocab)
     for rule in (*LAYOUT_RULES, *RUN_RULES):
         # a value that is out of range breaks every rule about it: one problem is enough
         if not bad.intersection(rule.leaves) and rule.broken(config, facts):

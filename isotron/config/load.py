@@ -209,5 +209,5 @@ def _say_defaults(parsed: Parsed, merged: Mapping[str, tuple[Any, str]], family:
     origins = ("Megatron's default", "--defaults megatron")
     names = [f"{leaf} {value}" for leaf, (value, origin) in merged.items() if origin in origins]
     parsed.notes.append(
-        f"model family {family.name} ({family.origin}); left to Megatron's defaults: {', '.join(names) or 'nothing'}"
+        f"model family {family.name} ({family.origin}); left to --defaults megatron: {', '.join(names) or 'nothing'}"
     )

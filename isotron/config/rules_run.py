@@ -65,7 +65,7 @@ def _no_data(c: RunConfig, f: Facts) -> Problem:
     return Problem(
         "--data-path not given",
         case,
-        "--mock-data to try a layout, or --data-path PREFIX written by isotron preprocess",
+        "--mock-data, to try a layout, or --data-path PREFIX written by isotron preprocess",
     )
 
 

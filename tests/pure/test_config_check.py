@@ -1,0 +1,183 @@
+"""Every rule from both sides; every message names its options and a value that works."""
+
+from __future__ import annotations
+
+import re
+import shlex
+
+import pytest
+
+from isotron.config.check import RULES, broken, check, finish
+from isotron.config.load import load
+from isotron.config.rules import RANGES, Facts
+from isotron.config.schema import RunConfig, value
+
+BASE = "--hidden-size 64 --num-attention-heads 4 --num-layers 4 --train-iters 100 --mock-data --vocab-size 100 --device cpu"
+FILES = {f"{p}{end}" for p in ("corpus_text_document", "plain") for end in (".bin", ".idx")} | {"t.json", "v", "m"}
+
+# rule: (options that break it, options that satisfy it, facts)
+BOTH_SIDES: dict[str, tuple[str, str, dict]] = {
+    "heads divide the width": ("--hidden-size 66", "--hidden-size 66 --num-attention-heads 3", {}),
+    "rotary heads are even": ("--head-dim 15", "--family gpt --hidden-size 60", {}),
+    "groups divide heads": ("--num-key-value-heads 3", "--num-key-value-heads 2", {}),
+    "tp divides heads": ("--tp 8", "--tp 4", {}),
+    "tp and groups divide": ("--num-attention-heads 12 --head-dim 16 --num-key-value-heads 6 --tp 4",
+                             "--num-attention-heads 8 --num-key-value-heads 2 --tp 4", {}),
+    "tp divides the MLP": ("--tp 4 --ffn-hidden-size 130", "--tp 4 --ffn-hidden-size 132", {}),
+    "tp divides the sequence": ("--tp 4 --sequence-parallel --seq-length 30",
+                                "--tp 4 --seq-length 30", {}),
+    "layers per stage": ("--pp 2 --layers-per-stage 1,2", "--pp 2 --layers-per-stage 4,0", {}),
+    "one way to deal layers": ("--pp 2 --layers-per-stage 1,3 --first-stage-layers 1", "--pp 2 --first-stage-layers 1", {}),
+    "first and last stage": ("--pp 2 --first-stage-layers 3 --last-stage-layers 3",
+                             "--pp 2 --first-stage-layers 3 --last-stage-layers 1", {}),
+    "no empty stage": ("--pp 8", "--pp 8 --layers-per-stage 1,1,1,1,0,0,0,0", {}),
+    "vpp needs pp": ("--vpp 2", "--vpp 2 --pp 2", {}),
+    "vpp needs interleaved": ("--vpp 2 --pp 2 --schedule 1f1b", "--vpp 2 --pp 2 --schedule interleaved", {}),
+    "interleaved needs vpp": ("--pp 2 --schedule interleaved", "--pp 2 --schedule gpipe", {}),
+    "units of full recompute": ("--recompute-num-layers 2", "--recompute-num-layers 2 --recompute full", {}),
+    "world size": ("--tp 2 --dp 2", "--tp 2 --dp 4", {"world_size": 8}),
+    "enough devices": ("--tp 4 --device auto", "--tp 2 --device auto", {"device_count": 2}),
+    "a device": ("--device cuda", "--device auto", {}),
+    "batch arithmetic": ("--global-batch-size 10 --micro-batch-size 2 --dp 2", "--global-batch-size 12 --dp 2", {}),
+    "positions hold the sequence": ("--max-position-embeddings 64", "--max-position-embeddings 1024", {}),
+    "a vocabulary": ("--vocab-size 0", "--vocab-size 0 --tokenizer-model t.json", {}),
+    "vocabulary covers the tokenizer": ("--vocab-size 100", "--vocab-size 200", {"tokenizer_vocab": 200}),
+    "vocabulary and merges": ("--vocab-file v", "--vocab-file v --merge-file m", {}),
+    "tokenizer files": ("--tokenizer-model PATHS", "--tokenizer-model t.json", {}),
+    "some data": ("--no-mock-data", "--no-mock-data --data-path corpus", {}),
+    "data files": ("--no-mock-data --data-path 0.5 corpus 0.5 corpse", "--no-mock-data --data-path 0.5 corpus 0.5 plain", {}),
+    "split": ("--split 969,-1", "--split 90,10", {}),
+    "warm-up before decay": ("--lr-warmup-iters 100", "--lr-warmup-iters 99", {}),
+    "min_lr below lr": ("--lr 0.1 --min-lr 0.2", "--lr 0.1 --min-lr 0.1", {}),
+    "warm-up starts below lr": ("--lr 0.1 --lr-warmup-init 0.2", "--lr-warmup-init 0", {}),
+    "WSD has a decay": ("--lr-decay-style WSD", "--lr-decay-style WSD --lr-wsd-decay-iters 100", {}),
+    "weight-decay ramp": ("--start-weight-decay 0", "--start-weight-decay 0 --weight-decay-incr-style cosine", {}),
+    "loss scale of float16": ("--loss-scale 8", "--loss-scale 8 --dtype float16", {}),
+    "loss scale floor": ("--min-loss-scale 8 --initial-loss-scale 4", "--min-loss-scale 4 --initial-loss-scale 4", {}),
+    "save is a directory": ("--save t.json", "--save elsewhere", {}),
+    "W&B project": ("--wandb-exp-name a", "--wandb-exp-name a --wandb-project b", {}),
+}  # fmt: skip
+# rules whose fix is something to do outside of this command, or that the test's world does not have
+OUTSIDE = ("data files", "tokenizer files")
+
+
+def facts_of(extra):
+    return Facts(exists=FILES.__contains__, is_file=FILES.__contains__, **extra)
+
+
+def names_broken(line, extra):
+    config = load(shlex.split(f"{BASE} {line}"))[0]
+    found = broken(config, facts_of(extra))
+    if any(r.broken(config, facts_of(extra)) for r in RANGES):
+        return set(), found
+    finished = finish(config, extra.get("world_size"), extra.get("device_count", 0), extra.get("tokenizer_vocab", 0))
+    return {r.name for r in RULES if r.broken(finished, facts_of(extra))}, found
+
+
+def test_every_rule_is_in_the_table():
+    assert len({r.name for r in RULES}) == len(RULES)
+    assert {r.name for r in RULES} - {r.name for r in RANGES} == set(BOTH_SIDES)
+
+
+def test_the_base_is_legal():
+    assert names_broken("", {}) == (set(), [])
+
+
+@pytest.mark.parametrize("name", BOTH_SIDES)
+def test_both_sides(name):
+    bad, good, extra = BOTH_SIDES[name]
+    assert names_broken(bad, extra)[0] == {name}
+    assert names_broken(good, extra) == (set(), [])
+
+
+def flags_in(text):
+    """Options with their values at the start of a fix, up to the first comma or other word."""
+    first = re.split(r", | or ", text)[0]
+    found = re.findall(r"--[a-z-]+(?: (?!--)[^ ]+)?", first)
+    assert found and first.startswith("--"), f"the fix begins with no option: {text}"
+    return " ".join(found)
+
+
+@pytest.mark.parametrize("name", BOTH_SIDES)
+def test_every_message_names_options_and_a_value_that_works(name):
+    bad, _, extra = BOTH_SIDES[name]
+    _, (problem,) = names_broken(bad, extra)
+    given = {w.split("=")[0] for w in bad.replace("--no-mock-data", "").split() if w.startswith("--")}
+    assert given & set(re.findall(r"--[a-z-]+", problem.asked)) or not given
+    assert problem.case and problem.fix and "\n" not in str(problem).replace("\nbut:", "").replace("\ntry:", "")
+    if name not in OUTSIDE:
+        # --vocab-file vocab.json etc. name the user's own files: use those of this test's world
+        fix = flags_in(problem.fix).replace("vocab.json", "v").replace("merges.txt", "m")
+        assert names_broken(f"{bad} {fix}", extra) == (set(), []), fix
+
+
+@pytest.mark.parametrize("rule", RANGES, ids=lambda r: r.name)
+def test_ranges(rule):
+    (leaf,) = rule.leaves
+    flag = "--" + leaf.replace("_", "-")
+    _, (problem,) = names_broken(f"{flag} -2", {})
+    assert problem.asked.startswith(f"{flag} -2") and leaf in problem.case and problem.fix.startswith(flag)
+    config = load(shlex.split(f"{BASE} {flag} -2 {problem.fix}"))[0]
+    assert not rule.broken(config, Facts())
+
+
+@pytest.mark.parametrize(("flag", "bad"), [("--hidden-dropout", "1.0"), ("--adam-beta2", "1"), ("--train-iters", "0"),
+                                           ("--norm-epsilon", "0"), ("--lr-warmup-fraction", "1.5"), ("--tp", "0"),
+                                           ("--start-weight-decay", "-0.5")])  # fmt: skip
+def test_edges_of_ranges(flag, bad):
+    (problem,) = names_broken(f"{flag} {bad}", {})[1]
+    assert problem.asked.startswith(flag)
+
+
+def test_all_problems_at_once_and_no_follow_ups():
+    config = load(shlex.split("--hidden-size 66 --tp 0 --global-batch-size 10 --micro-batch-size 4 --dp 1 --split x"))[
+        0
+    ]
+    text = "\n".join(map(str, check(config)))
+    for part in (
+        "--train-iters",
+        "--tp 0",
+        "--hidden-size 66",
+        "4 x dp 1 = 4",
+        "10 / 4 = 2.5",
+        " 8 or",
+        "12",
+        "--split x",
+    ):
+        assert part in text
+    assert text.count("--tp") == 2  # asked and try of the one problem about it
+    assert check(config, skip=("tp", "split", "train_iters"))[0].asked.startswith("--hidden-size 66")
+
+
+def test_finish_fills_what_follows():
+    done = finish(load(shlex.split("--tp 2 --micro-batch-size 3 --seq-length 77 --device cpu"))[0], vocab_size=123)
+    leaves = ("dp", "zero", "global_batch_size", "max_position_embeddings", "vocab_size")
+    assert [value(done, leaf) for leaf in leaves] == [1, 0, 3, 77, 123]
+    assert finish(done) == done
+
+
+@pytest.mark.parametrize(
+    ("line", "world", "devices", "dp"),
+    [
+        ("--tp 2", 8, 0, 4),
+        ("--tp 3", 8, 0, 2),
+        ("--tp 2", None, 8, 4),
+        ("--tp 2 --device cpu", None, 8, 1),
+        ("--global-batch-size 6", None, 8, 6),
+        ("--global-batch-size 7 --micro-batch-size 2", None, 8, 1),
+        ("--tp 16", None, 8, 1),
+        ("--dp 3", None, 8, 3),
+    ],
+)
+def test_default_data_parallel_size(line, world, devices, dp):
+    done = finish(load(shlex.split(line))[0], world, devices)
+    assert done.layout.dp == dp and done.layout.zero == int(dp > 1)
+
+
+def test_sequence_parallel_without_tensor_parallel_is_off():
+    assert not finish(load(["--sequence-parallel"])[0]).layout.sequence_parallel
+    assert finish(load(["--sequence-parallel", "--tp", "2"])[0]).layout.sequence_parallel
+
+
+def test_the_defaults_lack_only_what_nobody_can_guess():
+    assert {p.asked.split()[0] for p in check(RunConfig())} == {"--train-iters", "--vocab-size", "--data-path"}
