@@ -1,0 +1,70 @@
+"""Model FLOPs against what torch counts in a real forward and backward of one process."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from isotron.core.mesh import Mesh
+from isotron.core.models.gpt_config import GPTConfig
+from isotron.core.models.llama_config import LlamaConfig
+from isotron.core.parallel.model import ParallelModel
+from isotron.core.parallel.plan import Layout
+from isotron.train.flops import step_flops
+from isotron.train.verify import Case, microbatches
+
+aten = torch.ops.aten
+GPT = GPTConfig(2, 64, 4, 0, 96, 32)
+LLAMA = LlamaConfig(3, 64, 4, 2, 0, 160, 101, 32)
+WIDE = LlamaConfig(2, 48, 6, 3, 16, 128, 90, 32, tie_embeddings=True)  # heads wider than hidden / heads
+
+
+def addmm(target: torch.Size, a: torch.Size, b: torch.Size, **_: Any) -> int:
+    """The in-place form, which torch's table leaves out."""
+    return 2 * a[0] * a[1] * b[1]
+
+
+def fused(q: torch.Size, k: torch.Size, v: torch.Size, *_: Any, **__: Any) -> int:
+    return 2 * 2 * q[0] * q[1] * q[2] * q[3] * k[2]
+
+
+def fused_backward(dy: torch.Size, q: torch.Size, k: torch.Size, v: torch.Size, *_: Any, **__: Any) -> int:
+    return 5 * 2 * q[0] * q[1] * q[2] * q[3] * k[2]
+
+
+CPU_OPERATIONS = {
+    aten.addmm_: addmm,
+    aten._scaled_dot_product_flash_attention_for_cpu: fused,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: fused_backward,
+}
+
+
+def counted(config: Any) -> tuple[float, int]:
+    """FLOPs that torch sees in a step of one process, and the step's positions; sequences of 32."""
+    case = Case(config, Layout(dp=1, make_vocab_size_divisible_by=64), micro_batch=2)
+    model = ParallelModel(config, case.layout, Mesh(), torch.float32, torch.device("cpu"), seed=1)
+    batches = microbatches(case, 0, Mesh().group("dp"))
+    with FlopCounterMode(display=False, custom_mapping=CPU_OPERATIONS) as counter:
+        model.forward_backward(batches, weight=1.0)
+    return counter.get_total_flops(), sum(b.tokens.numel() for b in batches)
+
+
+@pytest.mark.parametrize("config", [GPT, LLAMA, WIDE], ids=["gpt", "llama", "wide"])
+def test_equals_torchs_count(config):
+    # with dropout on probabilities attention runs as plain products, two forward and four backward
+    config = replace(config, attention_dropout=0.1)
+    found, tokens = counted(config)
+    assert step_flops(config, tokens, 32, causal=False) == pytest.approx(found, rel=0.01)
+    assert step_flops(config, tokens, 32) < found
+
+
+@pytest.mark.parametrize("config", [GPT, LLAMA, WIDE], ids=["gpt", "llama", "wide"])
+def test_the_fused_kernel_forms_the_scores_once_more(config):
+    config = replace(config, attention_dropout=0.0)
+    found, tokens = counted(config)
+    again = config.num_layers * 2 * config.num_attention_heads * config.head_size * 32 * tokens
+    assert step_flops(config, tokens, 32, causal=False) + again == pytest.approx(found, rel=0.01)
