@@ -48,7 +48,7 @@ def broken(config: RunConfig, facts: Facts, skip: Collection[str] = ()) -> list[
 def finish(
     config: RunConfig, world_size: int | None = None, device_count: int = 0, vocab_size: int = 0
 ) -> RunConfig:  # fmt: skip
-    """The config with every value that follows from others: dp, zero, global batch, positions, vocabulary."""
+    """The config with every value that follows from others: dp, zero, batch, positions, decay, vocabulary."""
     layout = config.layout
     dp = layout.dp or _default_dp(config, world_size, device_count)
     leaves = {
@@ -57,6 +57,7 @@ def finish(
         "sequence_parallel": layout.sequence_parallel and layout.tp > 1,
         "global_batch_size": config.train.global_batch_size or config.train.micro_batch_size * dp,
         "max_position_embeddings": config.model.max_position_embeddings or config.data.seq_length,
+        "lr_decay_iters": config.schedule.lr_decay_iters or config.train.train_iters,
         "vocab_size": config.model.vocab_size or vocab_size,
     }
     return changed(config, **leaves)

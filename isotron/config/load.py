@@ -93,6 +93,7 @@ def read(
     config = _build(merged, family, parsed)
     if saved:
         _compare_model(config, saved, saved_family, parsed, merged)
+        _say_decay(config, saved, parsed)
     origins = {leaf: origin for leaf, (_, origin) in merged.items()} | {"family": family.origin}
     _say_defaults(parsed, merged, family, megatron)
     return Loaded(
@@ -115,6 +116,8 @@ def _read_checkpoint(checkpoint: Mapping[str, Any] | None, parsed: Parsed) -> tu
     tree = {section: table for section, table in checkpoint.items() if section in RESUMED}
     leaves, family, problems = read_tables(tree, "checkpoint")
     parsed.problems += problems
+    if leaves.get("lr_decay_iters") == leaves.get("train_iters"):
+        leaves.pop("lr_decay_iters", None)  # it followed the length of the run, and follows that of the continued one
     return {k: v for k, v in leaves.items() if k not in NOT_RESUMED and k not in CHOOSERS}, family
 
 
@@ -197,6 +200,14 @@ def _compare_model(
         was, now = getattr(old, leaf), getattr(config.model, leaf)
         if was != now and leaf not in SHAPES and leaf not in ("num_key_value_heads", "head_dim", "ffn_hidden_size"):
             parsed.notes.append(f"{leaf} is {now} ({merged[leaf][1]}), the checkpoint was trained with {was}")
+
+
+def _say_decay(config: RunConfig, saved: Mapping[str, Any], parsed: Parsed) -> None:
+    was, now = saved.get("train_iters", 0), config.train.train_iters
+    style, decay = config.schedule.lr_decay_style, config.schedule.lr_decay_iters
+    if was != now and not decay and "lr_decay_iters" not in saved and style != "constant":
+        keep = f"--lr-decay-iters {was} keeps it as it was"
+        parsed.notes.append(f"the learning rate now decays over train_iters {now} instead of {was}; {keep}")
 
 
 def _say_defaults(parsed: Parsed, merged: Mapping[str, tuple[Any, str]], family: Family, megatron: bool) -> None:

@@ -90,7 +90,7 @@ _NOT_NEGATIVE = {
     "num_key_value_heads": 0, "head_dim": 0, "ffn_hidden_size": 0, "vocab_size": 50257, "max_position_embeddings": 0,
     "dp": 1, "first_stage_layers": 0, "last_stage_layers": 0, "global_batch_size": 128, "eval_interval": 0,
     "eval_iters": 10, "check_interval": 100, "save_interval": 1000, "keep_last": 0, "lr_warmup_iters": 0,
-    "lr_decay_iters": 0, "lr_wsd_decay_iters": 0, "seed": 1234, "lr": 0.0003, "min_lr": 0.0, "lr_warmup_init": 0.0,
+    "lr_decay_iters": 0, "lr_wsd_decay_iters": 0, "lr": 0.0003, "min_lr": 0.0, "lr_warmup_init": 0.0,
     "clip_grad": 1.0, "loss_scale": 0.0, "weight_decay": 0.1,
 }  # fmt: skip
 _PROBABILITY = {"hidden_dropout": 0.1, "attention_dropout": 0.1, "adam_beta1": 0.9, "adam_beta2": 0.95}
@@ -102,6 +102,7 @@ RANGES: tuple[Rule, ...] = tuple(
         *(Range(leaf, "above 0", lambda v: v > 0, e) for leaf, e in _POSITIVE.items()),
         *(Range(leaf, "0 or more", lambda v: v >= 0, e) for leaf, e in _NOT_NEGATIVE.items()),
         *(Range(leaf, "at least 0 and below 1", lambda v: 0 <= v < 1, e) for leaf, e in _PROBABILITY.items()),
+        Range("seed", "between 0 and 4294967295", lambda v: 0 <= v < 2**32, 1234),
         Range("lr_warmup_fraction", "between 0 and 1", lambda v: 0 <= v <= 1, 0.01),
         *(
             Range(leaf, "0 or more, or -1 for weight_decay", lambda v: v >= 0 or v == -1, e)

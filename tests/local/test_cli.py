@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 import time
@@ -231,6 +233,18 @@ def test_notes_name_what_has_no_effect(capsys, started):
     )
 
 
+def test_commands_of_the_documentation(tmp_path, monkeypatch, capsys, started):
+    monkeypatch.chdir(tmp_path)
+    text = (ROOT / "docs" / "config.md").read_text(encoding="utf-8")
+    blocks = dict(re.findall(r"```(toml|bash)\n(.*?)```", text, re.S)[:1])
+    Path("run.toml").write_text(blocks["toml"])
+    commands = [c for b in re.findall(r"```bash\n(.*?)```", text, re.S) for c in b.splitlines()]
+    assert len(commands) == 3
+    for command in commands:
+        code, out, err = run(shlex.split(command)[1:], capsys)
+        assert code == 0 and "seq_length" in out, err
+
+
 def launch(line, glued=False, **env):
     """Run a launch line of the documentation in the current directory, as written or pasted on one line."""
     program, *words = line.split()
@@ -264,17 +278,8 @@ def test_pretrain_line(workspace, glued):
 
 
 def test_pretrain_line_with_smaller_sizes(workspace, monkeypatch, capsys, started):
-    words = [
-        "train",
-        "--defaults",
-        "megatron",
-        *PRETRAIN.split(),
-        *SMALL,
-        "--global-batch-size",
-        "4",
-        "--train-iters",
-        "3",
-    ]
+    smaller = [*SMALL, "--global-batch-size", "4", "--train-iters", "3"]
+    words = ["train", "--defaults", "megatron", *PRETRAIN.split(), *smaller]
     assert run(words, capsys)[0] == 0
     config = started[0][2][0]
     assert (config.model.hidden_size, config.train.train_iters, config.train.global_batch_size) == (64, 3, 4)
@@ -284,10 +289,12 @@ def test_pretrain_line_with_smaller_sizes(workspace, monkeypatch, capsys, starte
 @pytest.mark.parametrize(
     ("line", "part"),
     [
-        ("bash examples/finetune_gpt.sh --finetune --load-checkpoint ./pretrain_checkpoints --data-path ./finetune_data "
-         "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2", "finetune is not built yet"),
+        ("bash examples/finetune_gpt.sh --finetune --load-checkpoint ./pretrain_checkpoints --data-path "
+         "./finetune_data --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2",
+         "finetune is not built yet"),
         ("python tools/checkpoint/convert.py --model-type GPT --loader llama_mistral --saver core --load-dir ./a "
-         "--save-dir ./b --target-tensor-parallel-size 2 --target-pipeline-parallel-size 2", "convert is not built yet"),
+         "--save-dir ./b --target-tensor-parallel-size 2 --target-pipeline-parallel-size 2",
+         "convert is not built yet"),
         ("bash examples/inference/run_text_generation.sh --load-checkpoint ./checkpoints "
          "--tensor-model-parallel-size 2 --pipeline-parallel-size 2", "--load ./checkpoints"),
     ],

@@ -12,7 +12,10 @@ from isotron.config.load import load
 from isotron.config.rules import RANGES, Facts
 from isotron.config.schema import RunConfig, value
 
-BASE = "--hidden-size 64 --num-attention-heads 4 --num-layers 4 --train-iters 100 --mock-data --vocab-size 100 --device cpu"
+BASE = (
+    "--hidden-size 64 --num-attention-heads 4 --num-layers 4 --train-iters 100 --mock-data --vocab-size 100 "
+    "--device cpu"
+)
 FILES = {f"{p}{end}" for p in ("corpus_text_document", "plain") for end in (".bin", ".idx")} | {"t.json", "v", "m"}
 
 # rule: (options that break it, options that satisfy it, facts)
@@ -27,7 +30,8 @@ BOTH_SIDES: dict[str, tuple[str, str, dict]] = {
     "tp divides the sequence": ("--tp 4 --sequence-parallel --seq-length 30",
                                 "--tp 4 --seq-length 30", {}),
     "layers per stage": ("--pp 2 --layers-per-stage 1,2", "--pp 2 --layers-per-stage 4,0", {}),
-    "one way to deal layers": ("--pp 2 --layers-per-stage 1,3 --first-stage-layers 1", "--pp 2 --first-stage-layers 1", {}),
+    "one way to deal layers": ("--pp 2 --layers-per-stage 1,3 --first-stage-layers 1",
+                               "--pp 2 --first-stage-layers 1", {}),
     "first and last stage": ("--pp 2 --first-stage-layers 3 --last-stage-layers 3",
                              "--pp 2 --first-stage-layers 3 --last-stage-layers 1", {}),
     "no empty stage": ("--pp 8", "--pp 8 --layers-per-stage 1,1,1,1,0,0,0,0", {}),
@@ -45,7 +49,8 @@ BOTH_SIDES: dict[str, tuple[str, str, dict]] = {
     "vocabulary and merges": ("--vocab-file v", "--vocab-file v --merge-file m", {}),
     "tokenizer files": ("--tokenizer-model PATHS", "--tokenizer-model t.json", {}),
     "some data": ("--no-mock-data", "--no-mock-data --data-path corpus", {}),
-    "data files": ("--no-mock-data --data-path 0.5 corpus 0.5 corpse", "--no-mock-data --data-path 0.5 corpus 0.5 plain", {}),
+    "data files": ("--no-mock-data --data-path 0.5 corpus 0.5 corpse",
+                   "--no-mock-data --data-path 0.5 corpus 0.5 plain", {}),
     "split": ("--split 969,-1", "--split 90,10", {}),
     "warm-up before decay": ("--lr-warmup-iters 100", "--lr-warmup-iters 99", {}),
     "min_lr below lr": ("--lr 0.1 --min-lr 0.2", "--lr 0.1 --min-lr 0.1", {}),
@@ -150,9 +155,12 @@ def test_all_problems_at_once_and_no_follow_ups():
 
 
 def test_finish_fills_what_follows():
-    done = finish(load(shlex.split("--tp 2 --micro-batch-size 3 --seq-length 77 --device cpu"))[0], vocab_size=123)
-    leaves = ("dp", "zero", "global_batch_size", "max_position_embeddings", "vocab_size")
-    assert [value(done, leaf) for leaf in leaves] == [1, 0, 3, 77, 123]
+    done = finish(
+        load(shlex.split("--tp 2 --micro-batch-size 3 --seq-length 77 --device cpu --train-iters 50"))[0],
+        vocab_size=123,
+    )
+    leaves = ("dp", "zero", "global_batch_size", "max_position_embeddings", "vocab_size", "lr_decay_iters")
+    assert [value(done, leaf) for leaf in leaves] == [1, 0, 3, 77, 123, 50]
     assert finish(done) == done
 
 

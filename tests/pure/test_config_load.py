@@ -127,6 +127,16 @@ def test_the_checkpoint_fixes_the_model():
     assert any("trained with 10000.0" in note for note in notes) and config.model.ffn == 2048
 
 
+def test_the_decay_follows_a_continued_run_unless_it_was_given():
+    saved = to_dict(changed(RunConfig(), train_iters=10, lr_decay_iters=10))
+    config, _, notes = load(["--train-iters", "20"], saved)
+    assert config.schedule.lr_decay_iters == 0 and "--lr-decay-iters 10 keeps it" in notes[0]
+    assert load(["--train-iters", "10"], saved)[2] == ()
+    saved = to_dict(changed(RunConfig(), train_iters=10, lr_decay_iters=30))
+    config, _, notes = load(["--train-iters", "20"], saved)
+    assert config.schedule.lr_decay_iters == 30 and notes == ()
+
+
 def test_megatron_defaults_are_named():
     config, origin, notes = load(["--defaults", "megatron"])
     assert config.model.family == "gpt" and config.train.train_iters == 500000 and config.optim.adam_beta2 == 0.999
