@@ -1,0 +1,170 @@
+"""One rank of `isotron generate`: from a checkpoint to printed texts.
+
+Called in place for one process, by `launch.run_local` or by a launcher for several; it tears down what it starts.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from isotron.config.schema import RunConfig, changed, from_dict
+from isotron.core import comm
+from isotron.core import device as devices
+from isotron.core.checkpoint.format import Manifest, read_manifest
+from isotron.core.checkpoint.load import Source
+from isotron.core.checkpoint.locate import find
+from isotron.core.checkpoint.weights import load_weights
+from isotron.core.errors import refuse
+from isotron.core.mesh import AXES, Group, Mesh
+from isotron.core.parallel.model import ParallelModel
+from isotron.inference.config import inference_layout
+from isotron.inference.engine import Engine, Generated
+from isotron.launch import World, from_environment, init_distributed, shutdown
+from isotron.tokenizers.base import DESCRIPTOR, Tokenizer
+from isotron.tokenizers.build import build_tokenizer, load_tokenizer
+from isotron.tokenizers.config import TokenizerConfig
+from isotron.tokenizers.null import NullTokenizer
+
+ROWS = 32  # prompts of one batch
+
+
+def main(config: RunConfig, options: Mapping[str, Any]) -> int:
+    """Continue the prompts and print them on rank 0; returns the exit code.
+
+    `config`: the checkpoint's run with `load`, the layout (tp, pp), device and dtype of this command. `options`:
+    prompts, max_new_tokens, temperature, top_k, top_p, seed, ignore_eos, json.
+    """
+    world = from_environment() or World()
+    config = changed(config, **_layout_leaves(config))
+    if world.size != config.layout.world:
+        raise refuse(
+            f"--tp {config.layout.tp} --pp {config.layout.pp} on {world.size} processes",
+            f"this layout takes {config.layout.world}",
+            f"start {config.layout.world} processes, or --tp {world.size} --pp 1",
+        )
+    device = devices.resolve(config.train.device, world.local_rank)
+    init_distributed(world, device)
+    try:
+        mesh = Mesh(world.rank, tp=config.layout.tp, pp=config.layout.pp)
+        step = find_step(config.checkpoint.load, mesh.group(*AXES))
+        engine = open_engine(config, step, mesh, device)
+        results = continue_texts(engine, options)
+        if world.rank == 0:
+            print(as_json(step, results) if options["json"] else as_text(results), flush=True)
+        return 0
+    finally:
+        shutdown()
+
+
+def find_step(path: str, world: Group) -> Path:
+    """The step directory to load, as rank 0 sees it."""
+    step = find(path) if world.index == 0 else None
+    chosen = comm.broadcast_json(None if step is None else str(step), world)
+    if chosen is None:
+        raise refuse(f"--load {path}", "there is no complete checkpoint", "--load with the directory of a run")
+    return Path(chosen)
+
+
+def open_engine(config: RunConfig, step: Path, mesh: Mesh, device: Any) -> Engine:
+    """The model of a step directory with its weights, in the layout of `config`, and its tokenizer."""
+    manifest = read_manifest(step)
+    tokenizer = find_tokenizer(config, step, manifest)
+    config = with_sizes(config, tokenizer)
+    dtype = devices.dtype_of(config.train.dtype)
+    model = ParallelModel(config.model, config.layout, mesh, dtype, device, config.train.seed)
+    source = Source(step)
+    load_weights(model, source)
+    source.close()
+    return Engine(model, tokenizer)
+
+
+def with_sizes(config: RunConfig, tokenizer: Tokenizer) -> RunConfig:
+    """The config with what a run may have left to its tokenizer and its data."""
+    return changed(
+        config,
+        vocab_size=config.model.vocab_size or tokenizer.vocab_size,
+        max_position_embeddings=config.model.max_position_embeddings or config.data.seq_length,
+    )
+
+
+def find_tokenizer(config: RunConfig, step: Path, manifest: Manifest) -> Tokenizer:
+    """The tokenizer that the command names, else the one stored in the checkpoint, else ids as text."""
+    saved = manifest.meta.get("config")
+    trained_with = from_dict(saved).tokenizer if isinstance(saved, Mapping) else TokenizerConfig()
+    stored = step / "tokenizer"
+    if config.tokenizer == trained_with and (stored / DESCRIPTOR).is_file():
+        return load_tokenizer(stored)
+    if config.tokenizer.tokenizer_type == "auto" and config.tokenizer == TokenizerConfig():
+        return NullTokenizer(config.model.vocab_size)  # a run on mock data has none
+    return build_tokenizer(config.tokenizer, config.model.vocab_size)
+
+
+def _layout_leaves(config: RunConfig) -> dict[str, Any]:
+    layout = inference_layout(config.layout)
+    return {leaf: getattr(layout, leaf) for leaf in layout.__dataclass_fields__}
+
+
+# ---- texts ---------------------------------------------------------------------------------------------------------
+
+
+def continue_texts(engine: Engine, options: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Per prompt: prompt, text (its continuation), tokens, logprobs, prompt_tokens, finish_reason."""
+    prompts: Sequence[str] = options["prompts"]
+    ids = _tokenizer(engine).encode_batch(list(prompts))
+    results: list[dict[str, Any]] = []
+    for start in range(0, len(prompts), ROWS):
+        part = slice(start, start + ROWS)
+        out = engine.generate(
+            ids[part],
+            max_new_tokens=options["max_new_tokens"],
+            temperature=options["temperature"],
+            top_k=options["top_k"],
+            top_p=options["top_p"],
+            seed=options["seed"],
+            stop_ids=() if options["ignore_eos"] else None,
+            first_request=start,
+        )
+        results += _described(_tokenizer(engine), prompts[part], ids[part], out)
+    return results
+
+
+def _tokenizer(engine: Engine) -> Tokenizer:
+    if engine.tokenizer is None:
+        raise refuse("texts without a tokenizer", "it turns them into tokens and back", "Engine(model, tokenizer)")
+    return engine.tokenizer
+
+
+def _described(
+    tokenizer: Tokenizer, prompts: Sequence[str], ids: Sequence[list[int]], out: Generated
+) -> list[dict[str, Any]]:
+    rows = zip(prompts, ids, out.tokens, out.logprobs, out.reasons, strict=True)
+    return [
+        {
+            "prompt": prompt,
+            "text": continuation(tokenizer, row, new[:-1] if reason == "stop" else new),
+            "prompt_tokens": row,
+            "tokens": new,
+            "logprobs": logprobs,
+            "finish_reason": reason,
+        }
+        for prompt, row, new, logprobs, reason in rows
+    ]
+
+
+def continuation(tokenizer: Tokenizer, prompt: list[int], new: list[int]) -> str:
+    """The text of `new` as it stands after `prompt`; decoded alone, its first space might be lost."""
+    before, whole = tokenizer.decode(prompt) if prompt else "", tokenizer.decode([*prompt, *new])
+    return whole[len(before) :] if whole.startswith(before) else tokenizer.decode(new)
+
+
+def as_text(results: Sequence[Mapping[str, Any]]) -> str:
+    """Each prompt with its continuation; an empty line between them."""
+    return "\n\n".join(r["prompt"] + r["text"] for r in results)
+
+
+def as_json(step: Path, results: Sequence[Mapping[str, Any]]) -> str:
+    """One object: the checkpoint and the results in the order of the prompts."""
+    return json.dumps({"checkpoint": str(step), "results": list(results)}, ensure_ascii=False)

@@ -1,0 +1,110 @@
+"""Engines with random weights that are the same in every layout, and what tests ask of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from isotron.config.schema import RunConfig, changed, to_dict
+from isotron.core.batch import Batch
+from isotron.core.checkpoint.load import Source
+from isotron.core.checkpoint.ranks import SingleRank
+from isotron.core.checkpoint.save import Saved, save_checkpoint
+from isotron.core.checkpoint.weights import load_weights
+from isotron.core.mesh import Mesh
+from isotron.core.models.gpt_config import GPTConfig
+from isotron.core.models.llama_config import LlamaConfig
+from isotron.core.parallel.model import ParallelModel
+from isotron.core.parallel.plan import Layout
+from isotron.inference.config import inference_layout
+from isotron.inference.engine import Engine, Generated
+from isotron.tokenizers.null import NullTokenizer
+from isotron.train.verify import randomise
+
+# dropout must be off in generation, so it is on here; 5 blocks do not divide by 2 or 4; 131 is padded in every layout
+MODELS = {
+    "gpt": GPTConfig(5, 32, 4, vocab_size=131, max_position_embeddings=32),
+    "llama": LlamaConfig(5, 32, 4, 2, 16, 48, 131, 32, hidden_dropout=0.1),
+    "llama-tied": LlamaConfig(4, 32, 4, 2, 0, 48, 131, 32, tie_embeddings=True),
+}
+PROMPTS = [[5, 17, 99, 3, 42, 8, 130], [7], [60, 61, 62], [128, 0]]
+
+
+def make_model(name: str, dtype: str = "float64", **layout: int) -> ParallelModel:
+    """A model on the ranks of this world, with random weights, biases and gains."""
+    cut = inference_layout(Layout(**layout))
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    mesh = Mesh(rank, tp=cut.tp, pp=cut.pp)
+    model = ParallelModel(MODELS[name], cut, mesh, getattr(torch, dtype), torch.device("cpu"), 3)
+    randomise(model, 11)
+    return model
+
+
+def make_engine(name: str, dtype: str = "float64", **layout: int) -> Engine:
+    """An engine with a tokenizer that reads and writes ids."""
+    return Engine(make_model(name, dtype, **layout), NullTokenizer(131))
+
+
+def several(name: str, layout: dict[str, int]) -> list[Generated]:
+    """What all layouts must agree on: greedy, sampled, filtered, stopped early, an empty prompt."""
+    engine = make_engine(name, **layout)
+    greedy = engine.generate(PROMPTS, 12)
+    stops = (greedy.tokens[0][4], greedy.tokens[2][2])
+    return [
+        greedy,
+        engine.generate(PROMPTS, 12, temperature=1.0, seed=7, stop_ids=()),
+        engine.generate(PROMPTS, 12, temperature=1.3, top_k=20, top_p=0.9, seed=8, stop_ids=()),
+        engine.generate(PROMPTS, 12, stop_ids=stops),
+        engine.generate([[], [1]], 5, temperature=1.0, seed=9),
+    ]
+
+
+def full_logits(model: ParallelModel, row: list[int]) -> torch.Tensor:
+    """[V]: logits for the token after `row`, all of it computed anew by the training modules; one process."""
+    (stage,) = model.stages.values()
+    stage.module.eval()
+    tokens = torch.tensor([row])
+    positions, ids = torch.arange(len(row))[None], torch.zeros(1, dtype=torch.long)
+    with torch.no_grad():
+        _, logits = stage.module.logits(Batch(tokens, tokens, torch.ones(tokens.shape), positions, ids), {})
+    return logits[0, -1, : model.config.vocab_size]
+
+
+def run_config(name: str) -> RunConfig:
+    """The run that a checkpoint says it comes from: a layout of training, which generation must not mind."""
+    config = changed(RunConfig(model=MODELS[name]), dtype="float64", device="cpu", seq_length=32)
+    training = Layout(tp=2, pp=2, dp=2, sequence_parallel=True, recompute="full", layers_per_stage=(1, 4))
+    return replace(config, layout=training)
+
+
+def save_run(name: str, directory: Path, tokenizer: bool = True) -> Path:
+    """A checkpoint with the weights of `make_model(name)` and some optimizer state."""
+    model = make_model(name)
+    tensors = [Saved(n, torch.float64, shape, pieces) for n, shape, pieces in model.weight_pieces()]
+    tensors += [Saved(f"exp_avg/{t.name}", t.dtype, t.global_shape, t.pieces) for t in tensors]
+    files: dict[str, bytes | Path] = {}
+    if tokenizer:
+        NullTokenizer(131).save(directory / "scratch")
+        files = {f"tokenizer/{p.name}": p for p in (directory / "scratch").iterdir()}
+    meta = {"config": to_dict(run_config(name))}
+    return save_checkpoint(directory / "run", 10, tensors, meta, SingleRank(), 3, files)
+
+
+def loaded(name: str, step: str, layout: dict[str, int]) -> list[list[int]]:
+    """Greedy tokens of a model with other weights, after the checkpoint's are loaded."""
+    model = make_model(name, **layout)
+    randomise(model, 999)
+    load_weights(model, Source(step))
+    return Engine(model).generate(PROMPTS, 8).tokens
+
+
+def broken(layout: dict[str, int]) -> None:
+    """A model that gives NaN on whatever rank has the head."""
+    model = make_model("llama", **layout)
+    for stage in model.stages.values():
+        if stage.module.is_last:
+            stage.module.norm.weight.data.fill_(torch.nan)
+    Engine(model).generate([[1, 2]], 3)
