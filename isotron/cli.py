@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +17,10 @@ from isotron import __version__
 from isotron.config.argv import clean_words
 from isotron.config.tables import nearest
 from isotron.core.errors import Refused, refuse
+
+# Ranks of a launcher find the same problems; the first one says them, and its exit makes the launcher end the others.
+# A rank that is still there after this time has a problem of its own.
+SECONDS_FOR_FIRST_RANK = 10.0
 
 
 @dataclass(frozen=True)
@@ -83,8 +88,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _dispatch(words)
     except Refused as refused:
-        if _first_rank():
-            report(refused)
+        if not _first_rank():
+            time.sleep(SECONDS_FOR_FIRST_RANK)
+        report(refused)
         return refused.exit_code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -133,7 +139,7 @@ def _no_verb(verb: str) -> Refused:
 
 
 def _first_rank() -> bool:
-    """Whether this process speaks for all: every rank of a launcher finds the same problems."""
+    """Whether this process is the one of a launcher that speaks for all."""
     return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
 
 

@@ -149,9 +149,12 @@ def test_exit_codes_of_failures(capsys, monkeypatch):
         fail(ZeroDivisionError())
 
 
-def test_only_the_first_rank_speaks(capsys, monkeypatch):
+def test_other_ranks_leave_the_first_one_time_to_speak(capsys, monkeypatch):
     monkeypatch.setenv("RANK", "1")
-    assert run(["trian"], capsys) == (2, "", "")
+    waited = []
+    monkeypatch.setattr("isotron.cli.time.sleep", lambda seconds: waited.append((seconds, capsys.readouterr().err)))
+    code, _, err = run(["trian"], capsys)
+    assert (code, waited) == (2, [(cli.SECONDS_FOR_FIRST_RANK, "")]) and "asked:  isotron trian" in err
 
 
 def test_all_problems_of_a_command_together(capsys, started):
