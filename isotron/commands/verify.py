@@ -10,7 +10,11 @@ from isotron.config.catalogue import Option
 
 OWN = {
     "inject": Option(
-        "inject", "str", "", "break something on purpose: the check must then fail", choices=("drop-allreduce",)
+        "inject",
+        "str",
+        "",
+        "break something on purpose: the check must then fail",
+        choices=("drop-allreduce", "double-bias"),
     ),
     **JSON,
 }
@@ -24,7 +28,7 @@ UNUSED = (
 def run(words: Sequence[str]) -> int:
     """Verify the layout that the words describe; returns 0 when every comparison passes, 1 when one fails."""
     from isotron.config.schema import changed
-    from isotron.train.verify import main
+    from isotron.train.selfcheck import main
 
     prepared = prepare([*words, "--device", "cpu"], OWN, UNUSED)
     for note in prepared.notes:

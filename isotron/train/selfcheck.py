@@ -1,0 +1,151 @@
+"""`isotron verify`: the user's config scaled down, in the user's layout, against one process in float64.
+
+What is kept: the family and its switches, the ratio of query to key/value heads, whether heads are decoupled from the hidden
+size, ties, dropout, the schedule, sequence parallelism, ZeRO, recompute, uneven splits. What shrinks: every axis to at most 2
+(TP to 4 where key/value heads are shared between ranks), widths, layers to about 2 per stage, the vocabulary to an odd 131.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from typing import Any
+
+from isotron.config.schema import RunConfig
+from isotron.core.parallel.plan import Layout
+from isotron.launch import run_ranks
+from isotron.train.verify import Case, Measured, Row, compare, measure
+
+TOLERANCE = 1e-9
+SEQUENCE = 16
+TIMEOUT_S = 300.0
+
+
+def scaled_layout(config: RunConfig) -> Layout:
+    """The layout with every axis at most 2, or TP 4 where it exceeds the key/value heads."""
+    own = config.layout
+    tp = 4 if own.tp > config.model.kv_heads else min(own.tp, 2)
+    return replace(
+        own,
+        tp=tp,
+        pp=min(own.pp, 2),
+        dp=min(max(own.dp, 1), 2),
+        vpp=min(own.vpp, 2),
+        layers_per_stage=(),
+        first_stage_layers=min(own.first_stage_layers, 1),
+        last_stage_layers=min(own.last_stage_layers, 1),
+        recompute_num_layers=min(own.recompute_num_layers, 2),
+        ddp_bucket_size=10_000,
+    )
+
+
+def scaled_model(config: RunConfig, layout: Layout) -> Any:
+    """A small model of the same family with the same switches."""
+    model = config.model
+    shared = config.layout.tp > model.kv_heads
+    kv = 2 if shared else max(layout.tp, 1 if model.kv_heads == 1 else 2)
+    heads = kv * (model.num_attention_heads // model.kv_heads)
+    heads += -heads % layout.tp
+    decoupled = model.head_size * model.num_attention_heads != model.hidden_size
+    uneven = bool(model.num_layers % layout.stages) or bool(config.layout.layers_per_stage)
+    sizes: dict[str, Any] = {
+        "num_layers": 2 * layout.stages + uneven,
+        "num_attention_heads": heads,
+        "hidden_size": heads * 8 + (16 if decoupled else 0),
+        "ffn_hidden_size": 24 * layout.tp,
+        "vocab_size": 131,
+        "max_position_embeddings": SEQUENCE,
+        "num_key_value_heads": kv,
+        "head_dim": 8 if decoupled else 0,
+    }
+    return replace(model, **{k: v for k, v in sizes.items() if hasattr(model, k)})
+
+
+def scaled_case(config: RunConfig, inject: str = "") -> Case:
+    """What is trained in place of the user's run: 3 microbatches, unequal numbers of unmasked tokens."""
+    layout = scaled_layout(config)
+    micro = min(config.train.micro_batch_size, 2)
+    return Case(
+        scaled_model(config, layout),
+        layout,
+        SEQUENCE,
+        micro,
+        3 * micro * layout.dp,
+        isolate=config.data.reset_attention_mask,
+        inject=inject,
+    )
+
+
+def check(case: Case) -> tuple[list[Row], Measured]:
+    """The case in its layout against one process."""
+    alone = Layout(dp=1, make_vocab_size_divisible_by=case.layout.make_vocab_size_divisible_by)
+    (reference,) = run_ranks(1, measure, replace(case, layout=alone, inject=""), timeout=TIMEOUT_S)
+    found = run_ranks(case.layout.world, measure, case, timeout=TIMEOUT_S)[0]
+    return compare(found, reference, TOLERANCE), found
+
+
+def main(config: RunConfig, inject: str = "", as_json: bool = False) -> int:
+    """Check and report; 0 when every comparison passes, else 1."""
+    case = scaled_case(config, inject)
+    rows, found = check(case)
+    summary = summarise(rows)
+    passed = all(row.passes for row in rows)
+    if as_json:
+        failed = [asdict(row) for row in rows if not row.passes]
+        result = {
+            "passed": passed,
+            "tolerance": TOLERANCE,
+            "yours": asdict(config.layout),
+            "tested": {"layout": asdict(case.layout), "model": asdict(case.model)},
+            "losses": found.losses,
+            "checks": {name: asdict(row) for name, row in summary.items()},
+            "failed": failed,
+        }
+        print(json.dumps(result))
+    else:
+        print("\n".join(report(config, case, rows, summary, passed)))
+    return 0 if passed else 1
+
+
+def summarise(rows: list[Row]) -> dict[str, Row]:
+    """The worst row of each kind."""
+    kinds = {
+        "loss": "loss",
+        "gradient norm": "gradient norm",
+        "worst initial weight": "initial ",
+        "worst gradient": "gradient ",
+        "worst weight after 5 steps": "weight ",
+    }
+    found = {}
+    for name, prefix in kinds.items():
+        exact = prefix in ("loss", "gradient norm")
+        own = [r for r in rows if (r.what == prefix if exact else r.what.startswith(prefix) and r.what != "gradient norm")]
+        found[name] = max(own, key=lambda r: float("inf") if r.difference != r.difference else r.difference / r.scale)
+    return found
+
+
+def report(config: RunConfig, case: Case, rows: list[Row], summary: dict[str, Row], passed: bool) -> list[str]:
+    """The lines that are printed."""
+    yours, tested = config.layout, case.layout
+    axes = ("tp", "pp", "dp", "vpp", "sequence_parallel", "schedule_name", "shards_optimizer", "recompute")
+    lines = ["yours -> tested"]
+    lines += [f"  {a:<20} {_show(getattr(yours, a))} -> {_show(getattr(tested, a))}" for a in axes]
+    sizes = ("num_layers", "hidden_size", "num_attention_heads", "kv_heads", "head_size", "ffn", "vocab_size")
+    lines += [f"  {a:<20} {getattr(config.model, a)} -> {getattr(case.model, a)}" for a in sizes]
+    lines += ["", f"{tested.world} ranks against one process, float64, 5 steps, 3 microbatches"]
+    lines.append(f"  {'':<28} {'difference':>12} {'of':>10} {'relative':>10}")
+    for name, row in summary.items():
+        mark = "ok" if row.passes else "FAILS"
+        share = row.difference / row.scale
+        lines.append(f"  {name:<28} {row.difference:12.3e} {row.scale:10.3e} {share:10.1e}  {mark}  {row.what}")
+    failed = [row.what for row in rows if not row.passes]
+    if failed:
+        lines += ["", f"{len(failed)} of {len(rows)} comparisons are over {TOLERANCE:g}, the worst first:"]
+        worst = sorted((r for r in rows if not r.passes), key=lambda r: r.difference / r.scale, reverse=True)
+        lines += [f"  {r.what}: {r.difference / r.scale:.2e}" for r in worst[:10]]
+    lines += ["", "PASS: this layout gives the numbers of one process" if passed else "FAIL: this layout is wrong"]
+    return lines
+
+
+def _show(value: Any) -> str:
+    return {True: "yes", False: "no"}.get(value, str(value)) if isinstance(value, bool) else str(value)
