@@ -173,6 +173,8 @@ def shard(rule: Rule, coordinate: Mapping[str, int], sizes: Mapping[str, int]) -
     global_start = local_start = 0
     for part in rule.split.parts:
         first, real, held, replica, count = part.shard(index, of)
+        if count > 1 and rule.region != "heads":
+            raise ValueError(f"{rule.pattern}: {part.count} units over {of} ranks would be held {count} times")
         if real:
             at = [0] * len(shape), [0] * len(shape)
             at[0][dim], at[1][dim] = global_start + first, local_start

@@ -40,7 +40,7 @@ def train_step(
     loss /= max(tokens, 1.0)
 
     counts_here = model.layout.shards_optimizer or model.mesh.coordinate["dp"] == 0
-    norm = global_norm(optimizer.views, counts_here, model.mesh.group(*AXES), scaler.scale)
+    norm = global_norm(optimizer.views, counts_here, model.mesh.group(*AXES), scaler.scale, model.device)
     factor = clip_factor(norm, optimizer.cfg.clip_grad) / scaler.scale
     overflow = not (math.isfinite(norm) and math.isfinite(loss))
     lr = learning_rate(schedule, optimizer.updates + 1)

@@ -170,4 +170,6 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor, pre: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         """`pre` is applied to x first and computed again in the backward."""
+        if pre is not None and not x.requires_grad:  # the backward would stop at x, before the parameters of pre
+            x, pre = pre(x), None
         return _Linear.apply(x, self.weight, self.bias, pre, self.enter, self.leave)

@@ -12,13 +12,15 @@ from isotron.core.mesh import Group
 from isotron.core.parallel.data import View
 
 
-def global_norm(views: Sequence[View], counts_here: bool, world: Group, scale: float = 1.0) -> float:
+def global_norm(
+    views: Sequence[View], counts_here: bool, world: Group, scale: float = 1.0, device: torch.device | None = None
+) -> float:
     """L2 norm of all gradients / scale, the same on every rank; inf or NaN when any gradient is.
 
     `counts_here`: False on ranks whose views are copies of another data-parallel rank's.
+    `device`: of the model, for a rank that has no views.
     """
-    device = views[0].grad.device if views else torch.device("cpu")
-    total = torch.zeros((), dtype=torch.float64, device=device)
+    total = torch.zeros((), dtype=torch.float64, device=views[0].grad.device if views else device)
     if counts_here:
         parts: list[Tensor] = [grad for view in views for _, grad in view.pieces(view.grad)]
         norms = torch._foreach_norm(parts) if parts else []

@@ -38,10 +38,10 @@ def learning_rate(cfg: ScheduleConfig, step: int) -> float:
         return cfg.lr_warmup_init + (cfg.lr - cfg.lr_warmup_init) * step / warmup
     if cfg.lr_decay_style == "constant":
         return cfg.lr
-    if cfg.lr_decay_style == "inverse-square-root":
-        return max(cfg.min_lr, cfg.lr * math.sqrt(max(warmup, 1) / step))
     if step > cfg.lr_decay_iters:
         return cfg.min_lr
+    if cfg.lr_decay_style == "inverse-square-root":
+        return max(cfg.min_lr, cfg.lr * math.sqrt(max(warmup, 1) / step))
     done = (step - warmup) / max(1, cfg.lr_decay_iters - warmup)
     return cfg.min_lr + (cfg.lr - cfg.min_lr) * _left(cfg, step, done)
 

@@ -81,8 +81,9 @@ class Flat:
         self._partial_group = partial_group
         named = list(reversed(list(module.named_parameters())))
         self._partial = _partial_pieces(placed, is_partial)
-        late = {name for name, _, _ in self._partial} | ({tie[0]} if tie else set())
-        named = [n for n in named if n[0] not in late] + [n for n in named if n[0] in late]
+        # a tied parameter sits alone: its two owners must cut it alike, or rounding could drive their copies apart
+        late = {name: 1 for name, _, _ in self._partial} | ({tie[0]: 2} if tie else {})
+        named.sort(key=lambda n: late.get(n[0], 0))
         total = sum(p.numel() for _, p in named)
         first = named[0][1] if named else torch.empty(0)
         wide = torch.promote_types(first.dtype, torch.float32)
@@ -104,12 +105,12 @@ class Flat:
         self._bucket_of = {id(s): b for b in self.buckets for s in b.sinks}
         self._wait_in_forward(module)
 
-    def _cut(self, names: list[str], late: set[str], bucket_size: int) -> list[Bucket]:
+    def _cut(self, names: list[str], late: dict[str, int], bucket_size: int) -> list[Bucket]:
         groups: list[list[str]] = []
         for name in names:
             size = prod(self._spans[name][1])
             full = groups and sum(prod(self._spans[n][1]) for n in groups[-1]) + size > bucket_size
-            if not groups or full or (groups[-1][-1] in late) != (name in late):
+            if not groups or full or late.get(groups[-1][-1]) != late.get(name):
                 groups.append([])
             groups[-1].append(name)
         buckets = []

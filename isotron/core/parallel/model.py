@@ -14,6 +14,7 @@ from torch import Tensor
 
 from isotron.core import comm
 from isotron.core.batch import Batch
+from isotron.core.errors import refuse
 from isotron.core.layout import Box
 from isotron.core.mesh import AXES, Mesh
 from isotron.core.parallel.data import View
@@ -31,6 +32,9 @@ class ParallelModel:
     def __init__(
         self, config: Any, layout: Layout, mesh: Mesh, dtype: torch.dtype, device: torch.device, seed: int
     ) -> None:
+        if layout.vpp > 1 and layout.pp == 1:
+            asked = f"--vpp {layout.vpp} --pp 1"
+            raise refuse(asked, "chunks are dealt to pipeline ranks, and there is one", "--vpp 1, or --pp 2 or more")
         self.config, self.layout, self.mesh = config, layout, mesh
         self.dtype, self.device = dtype, device
         layers = split_layers(config.num_layers, layout)

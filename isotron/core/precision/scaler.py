@@ -21,10 +21,11 @@ class LossScaler:
     hysteresis: int = 2
     dynamic: bool = True
     clean: int = 0
-    patience: int = 0
+    patience: int | None = None  # None: as much as `hysteresis`; 0 is a state of its own
 
     def __post_init__(self) -> None:
-        self.patience = self.patience or self.hysteresis
+        if self.patience is None:
+            self.patience = self.hysteresis
 
     @staticmethod
     def for_run(dtype: str, cfg: OptimConfig) -> LossScaler:
@@ -41,7 +42,7 @@ class LossScaler:
             return
         if overflow:
             self.clean = 0
-            self.patience -= 1
+            self.patience = (self.patience or 0) - 1
             if self.patience <= 0:
                 self.scale = max(self.scale * 0.5, self.floor)
             return

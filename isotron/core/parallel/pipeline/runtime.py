@@ -6,6 +6,7 @@ waits before a compute action needs the data. Reading order: `Runtime.run`, then
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 
@@ -19,6 +20,7 @@ from isotron.core.parallel.pipeline.actions import Action, Kind, Schedule
 from isotron.core.parallel.pipeline.stage import Stage
 
 Key = tuple[int, int]
+KEPT_SENDS = 8  # sends under way at a time; each holds its tensor in memory
 
 
 class Runtime:
@@ -58,7 +60,7 @@ class _Pass:
         self.losses: dict[Key, list[tuple[Tensor, float]]] = {}
         self.gradients: dict[Key, dict[str, Tensor]] = {}
         self.arriving: dict[tuple[Kind, int, int], dict[str, comm.Pending]] = {}
-        self.leaving: list[comm.Pending] = []
+        self.leaving: deque[comm.Pending] = deque()
         self.later: dict[Key, list[Callable[[], None]]] = {}
         self.terms: dict[str, Tensor] = {}
         rank = runtime.group.index
@@ -148,7 +150,9 @@ class _Pass:
                     receives.append((torch.empty(shape, dtype=dtype, device=device), peer))
                     targets.append(((action.kind, s, m), name))
         pendings = comm.exchange(sends, receives, self.runtime.group)
-        self.leaving += pendings[: len(sends)]
+        self.leaving.extend(pendings[: len(sends)])
+        while len(self.leaving) > KEPT_SENDS:  # tables are free of circles even if every call is waited for at once
+            self.leaving.popleft().wait()
         for (target, name), pending in zip(targets, pendings[len(sends) :], strict=True):
             self.arriving.setdefault(target, {})[name] = pending
 

@@ -1,0 +1,109 @@
+"""Deliberate mistakes, to see that the check notices them: `verify --inject NAME` must fail and name the parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from isotron.core import comm
+from isotron.core.errors import refuse
+from isotron.core.mesh import ALONE
+from isotron.core.nn.linear import Linear, Socket, Wait
+from isotron.core.parallel.data import Flat
+from isotron.core.parallel.model import ParallelModel
+
+INJECTIONS = ("drop-allreduce", "double-bias")
+
+
+@contextmanager
+def injected(fault: str, model: ParallelModel) -> Iterator[None]:
+    """Train with one mistake: a gradient sum left out, or the bias of every row-split layer added on every rank."""
+    if fault == "drop-allreduce":
+        with _dropped_sum(model):
+            yield
+    elif fault == "double-bias":
+        _double_biases(model)
+        yield
+    elif fault:
+        raise refuse(f"--inject {fault}", f"the mistakes are {', '.join(INJECTIONS)}", f"--inject {INJECTIONS[0]}")
+    else:
+        yield
+
+
+@contextmanager
+def _dropped_sum(model: ParallelModel) -> Iterator[None]:
+    """Leave out one gradient sum that the layout needs; which one depends on the layout alone, so all ranks agree."""
+    layout, cfg = model.layout, model.config
+    if layout.tp > 1 and (layout.sequence_parallel or cfg.kv_heads < layout.tp):
+        with patch.object(Flat, "_sum_partial", lambda self: None):
+            yield
+    elif layout.pp > 1 and cfg.tie_embeddings:
+        ties = [(stage.flat, stage.flat.tie) for stage in model.stages.values()]
+        for flat, tie in ties:
+            flat.tie = None if tie is None else (tie[0], ALONE)
+        yield
+        for flat, tie in ties:
+            flat.tie = tie
+    elif layout.dp > 1:
+        with patch.object(Flat, "_start", _start_without_first(Flat._start)):
+            yield
+    elif layout.tp > 1:
+        for stage in model.stages.values():
+            for layer in stage.module.modules():
+                if isinstance(layer, Linear) and layer.enter is not None:
+                    layer.enter = replace(layer.enter, group=ALONE)  # type: ignore[type-var]
+        yield
+    else:
+        raise refuse(
+            "--inject drop-allreduce", "this layout sums no gradients over ranks, so none can be left out", "--tp 2"
+        )
+
+
+def _start_without_first(start: Any) -> Any:
+    """Every bucket but a stage's first is reduced."""
+
+    def start_some(flat: Flat, bucket: Any) -> None:
+        if bucket is flat.buckets[0]:
+            for sink in bucket.sinks:
+                sink.clear_if_fresh()
+            bucket.reducing = comm.done(flat.grads[bucket.start : bucket.stop])
+        else:
+            start(flat, bucket)
+
+    return start_some
+
+
+@dataclass(frozen=True)
+class _Biased:
+    """A row-split layer's way out with the bias already in each rank's part."""
+
+    leave: Socket
+    bias: Tensor
+
+    def forward(self, x: Tensor) -> Wait:
+        return self.leave.forward(x + self.bias.detach())
+
+    def backward(self, dx: Tensor) -> Wait:
+        return self.leave.backward(dx)
+
+
+def _double_biases(model: ParallelModel) -> None:
+    found = 0
+    for stage in model.stages.values():
+        for layer in stage.module.modules():
+            if isinstance(layer, Linear) and layer.leave is not None and layer.bias is not None:
+                layer.leave = _Biased(layer.leave, layer.bias)
+                found += 1
+    found = int(comm.all_reduce(torch.tensor(found, device=model.device), model.mesh.group("tp", "cp", "dp", "pp")))
+    if not found:
+        raise refuse(
+            "--inject double-bias",
+            "no layer of this model and layout has a bias beside a sum over ranks",
+            "a model with biases (GPT) and --tp 2",
+        )

@@ -1,0 +1,43 @@
+"""Pairwise covering sets: few cases in which every legal pair of values of any two axes occurs together. PURE."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import combinations, product
+from typing import Any
+
+Case = dict[str, Any]
+Pair = tuple[tuple[str, Any], tuple[str, Any]]
+
+
+def product_of(axes: Mapping[str, Sequence[Any]], legal: Callable[[Case], bool] = lambda case: True) -> list[Case]:
+    """Every legal combination."""
+    everything = (dict(zip(axes, values, strict=True)) for values in product(*axes.values()))
+    return [case for case in everything if legal(case)]
+
+
+def pairs_of(case: Case) -> set[Pair]:
+    """The pairs of values that occur in a case."""
+    return set(combinations(case.items(), 2))
+
+
+def covering(axes: Mapping[str, Sequence[Any]], legal: Callable[[Case], bool] = lambda case: True) -> list[Case]:
+    """Greedy: again and again the legal case with the most pairs that no earlier case has. Deterministic."""
+    left = [(case, pairs_of(case)) for case in product_of(axes, legal)]
+    missing = set().union(*(pairs for _, pairs in left)) if left else set()
+    chosen: list[Case] = []
+    while missing:
+        gains = [len(pairs & missing) for _, pairs in left]
+        case, pairs = left[gains.index(max(gains))]
+        chosen.append(case)
+        missing -= pairs
+        left = [entry for entry in left if entry[1] & missing]
+    return chosen
+
+
+def uncovered(
+    cases: Sequence[Case], axes: Mapping[str, Sequence[Any]], legal: Callable[[Case], bool] = lambda case: True
+) -> set[Pair]:
+    """Pairs that some legal case has and none of `cases`."""
+    wanted = set().union(*(pairs_of(case) for case in product_of(axes, legal)))
+    return wanted - set().union(*(pairs_of(case) for case in cases))

@@ -1,0 +1,98 @@
+"""The axes of the float64 matrix, and one case of it as the core's own configuration."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+
+from isotron.core.models.gpt_config import GPTConfig
+from isotron.core.models.llama_config import LlamaConfig
+from isotron.core.parallel.plan import Layout
+from isotron.train.verify import Case, Measured, compare, measure
+from tests.covering import Case as Choice
+
+LAYOUTS: dict[str, dict[str, int | bool]] = {
+    "1": {},
+    "TP2": {"tp": 2},
+    "TP2+SP": {"tp": 2, "sequence_parallel": True},
+    "TP4": {"tp": 4},
+    "TP4+SP": {"tp": 4, "sequence_parallel": True},
+    "PP2": {"pp": 2},
+    "PP4": {"pp": 4},
+    "PP2x2chunks": {"pp": 2, "vpp": 2},
+    "DP2": {"dp": 2},
+    "DP4": {"dp": 4},
+    "TP2xPP2": {"tp": 2, "pp": 2},
+    "TP2+SPxPP2": {"tp": 2, "pp": 2, "sequence_parallel": True},
+    "TP2xDP2": {"tp": 2, "dp": 2},
+    "PP2xDP2": {"pp": 2, "dp": 2},
+    "TP2xPP2xDP2": {"tp": 2, "pp": 2, "dp": 2},
+}
+
+# 5 blocks do not divide by 2 or 4 stages; a vocabulary of 131 does not divide by anything
+MODELS = {
+    "gpt": GPTConfig(5, 32, 4, vocab_size=131, max_position_embeddings=16),
+    "llama": LlamaConfig(5, 32, 4, 2, 16, 48, 131, 16),
+    "llama-tied": LlamaConfig(4, 32, 4, 2, 0, 48, 131, 16, tie_embeddings=True),
+}
+
+AXES = {
+    "layout": tuple(LAYOUTS),
+    "model": tuple(MODELS),
+    "microbatch": (1, 2),
+    "zero": (0, 1),
+    "recompute": ("none", "selective", "full"),
+    "schedule": ("1f1b", "gpipe"),
+    "overlap": (True, False),
+}
+
+
+def legal(choice: Choice) -> bool:
+    """GPipe has one stage per rank; ranks without data parallelism have nothing to shard."""
+    layout = LAYOUTS[choice["layout"]]
+    return not (layout.get("vpp") and choice["schedule"] == "gpipe")
+
+
+def layout_of(choice: Choice) -> Layout:
+    """The layout of a choice. Buckets are small, so that every stage has several."""
+    sizes = LAYOUTS[choice["layout"]]
+    overlap = choice["overlap"]
+    return Layout(
+        **{"dp": 1, **sizes},  # type: ignore[arg-type]
+        zero=choice["zero"],
+        schedule="auto" if "vpp" in sizes else choice["schedule"],
+        recompute=choice["recompute"],
+        make_vocab_size_divisible_by=8,
+        overlap_grad_reduce=overlap,
+        overlap_param_gather=overlap,
+        ddp_bucket_size=3000,
+    )
+
+
+def case_of(choice: Choice) -> Case:
+    """Five steps of eight samples of 16 tokens."""
+    model = MODELS[choice["model"]]
+    return Case(model, layout_of(choice), sequence=16, micro_batch=choice["microbatch"], global_batch=8)
+
+
+def as_reference(case: Case) -> Case:
+    """The same model and data on one process, one sample at a time, without padding, recompute or faults."""
+    layout = Layout(dp=1, make_vocab_size_divisible_by=1)
+    return replace(case, layout=layout, micro_batch=1, inject="")
+
+
+@lru_cache(maxsize=64)
+def _measured(case: Case) -> Measured:
+    return measure(case)
+
+
+def reference_of(case: Case) -> Measured:
+    """What one process gives; kept for the next layout of the same model and data."""
+    return _measured(as_reference(case))
+
+
+def faults(found: Measured, reference: Measured, tolerance: float = 1e-9) -> list[str]:
+    """The rows that do not pass, worst first, as text."""
+    bad = [row for row in compare(found, reference, tolerance) if not row.passes]
+    bad.sort(key=lambda row: -row.difference / row.scale)
+    return [f"{row.what}: {row.difference:.3g} of {row.scale:.3g}" for row in bad]

@@ -1,0 +1,190 @@
+"""What the ranks of a test run, where `verify.measure` is not enough."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from isotron.core import comm
+from isotron.core.batch import Batch
+from isotron.core.mesh import Mesh
+from isotron.core.optim.adamw import AdamW
+from isotron.core.optim.config import OptimConfig
+from isotron.core.optim.schedules import ScheduleConfig
+from isotron.core.parallel.model import ParallelModel
+from isotron.core.precision.scaler import LossScaler
+from isotron.train.step import train_step
+from isotron.train.verify import Case, microbatches, randomise
+
+
+def build(case: Case) -> ParallelModel:
+    """A model with random weights in the case's layout."""
+    where = case.layout
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    mesh = Mesh(rank, tp=where.tp, dp=max(where.dp, 1), pp=where.pp)
+    model = ParallelModel(case.model, where, mesh, getattr(torch, case.dtype), torch.device("cpu"), case.seed)
+    randomise(model, case.seed + 1)
+    return model
+
+
+def trained(case: Case, lr: float = 1e-2) -> tuple[ParallelModel, AdamW]:
+    """A model after the case's steps."""
+    model = build(case)
+    optimizer = AdamW(model.views(), OptimConfig())
+    schedule = ScheduleConfig(lr=lr, lr_decay_style="constant")
+    for step in range(case.steps):
+        train_step(model, optimizer, LossScaler(1.0, dynamic=False), schedule, microbatches(case, step, model.mesh.group("dp")))
+    model.wait_weights()
+    return model, optimizer
+
+
+def padding_rows(case: Case) -> tuple[float, float, int]:
+    """Largest weight and gradient in the rows of this rank that are padding, and real rows, after training."""
+    model, _ = trained(case)
+    worst_w = worst_g = 0.0
+    real = 0
+    for stage in model.stages.values():
+        for name, placed in stage.placed.items():
+            if placed.name not in ("embed.weight", "head.weight"):
+                continue
+            rows = sum(piece.local_box.shape[0] for piece in placed.shard.pieces)
+            real += rows
+            w, g = stage.module.get_parameter(name).data[rows:], stage.flat.sinks[name].buffer[rows:]
+            if w.numel():
+                worst_w, worst_g = max(worst_w, float(w.abs().max())), max(worst_g, float(g.abs().max()))
+    return worst_w, worst_g, real
+
+
+def perturbed_first_document(case: Case) -> list[tuple[Tensor, Tensor]]:
+    """Losses of (first, second) document per token before and after a change in the first document."""
+    model = build(case)
+    (batch,) = microbatches(replace(case, isolate=True, global_batch=1), 0, model.mesh.group("dp"))
+    at = case.sequence // 3
+    changed = batch.tokens.clone()
+    changed[:, 1] = (changed[:, 1] + 1) % case.model.vocab_size
+    return [(_losses(model, b, 0, at), _losses(model, b, at, case.sequence)) for b in (batch, replace(batch, tokens=changed))]
+
+
+def _losses(model: ParallelModel, batch: Batch, start: int, stop: int) -> Tensor:
+    """The losses of positions [start, stop), one by one."""
+    found = []
+    for i in range(start, stop):
+        mask = torch.zeros_like(batch.loss_mask)
+        mask[:, i] = 1
+        terms = model.evaluate([replace(batch, loss_mask=mask)])
+        found += model.sum_terms(terms, ["loss"])
+    return torch.tensor(found)
+
+
+def overflow(case: Case, rank: int) -> list[Any]:
+    """float16 steps in which one rank's gradient is infinite in step 1 and 2: (skipped, scale, weights moved) per step."""
+    model = build(case)
+    optimizer = AdamW(model.views(), OptimConfig())
+    scaler = LossScaler(2.0**8, hysteresis=2, window=2)
+    schedule = ScheduleConfig(lr=1e-2, lr_decay_style="constant")
+    seen = []
+    for step in range(case.steps):
+        before = [stage.flat.weights.clone() for stage in model.stages.values()]
+        batches = microbatches(case, step, model.mesh.group("dp"))
+        if step in (1, 2) and model.mesh.rank == rank:
+            stage = list(model.stages.values())[-1]
+            with _infinite_gradient(stage.flat):
+                result = train_step(model, optimizer, scaler, schedule, batches)
+        else:
+            result = train_step(model, optimizer, scaler, schedule, batches)
+        model.wait_weights()
+        moved = any(not torch.equal(a, s.flat.weights) for a, s in zip(before, model.stages.values(), strict=True))
+        seen.append((result.skipped, scaler.scale, moved))
+    return seen
+
+
+class _infinite_gradient:
+    """One element of a stage's gradients is infinite before they are summed over ranks."""
+
+    def __init__(self, flat: Any) -> None:
+        self.flat, self.start = flat, flat._start
+
+    def __enter__(self) -> None:
+        def start(bucket: Any) -> None:
+            for sink in bucket.sinks:
+                sink.clear_if_fresh()
+            self.flat.grads[bucket.start] = torch.inf
+            self.start(bucket)
+
+        self.flat._start = start
+
+    def __exit__(self, *_: object) -> None:
+        del self.flat._start
+
+
+def collectives(dtype: str, dim: int) -> dict[str, list[Any]]:
+    """Inputs and results of every collective over the world on this rank, as nested lists of float64."""
+    group = Mesh(dist.get_rank(), dp=dist.get_world_size()).group("dp")
+    kind = getattr(torch, dtype)
+    n, i = group.size, group.index
+    shape = [2, 3, 4]
+    shape[dim] = 2 * n
+    x = torch.arange(24 // shape[dim] * 0 + torch.Size(shape).numel()).view(shape).remainder(13).add(i).to(kind)
+    cuts = [0, 3, 3, 10, 11][: n] + [16]
+    flat = torch.arange(16).remainder(5).add(i).to(kind)
+    shared = flat.clone()
+    got = {
+        "sum": comm.all_reduce(x.clone(), group),
+        "sum of a transpose": comm.all_reduce(x.clone().transpose(0, 2), group),
+        "max": comm.all_reduce(x.clone(), group, "max"),
+        "all_gather": comm.all_gather(x, group, dim),
+        "reduce_scatter": comm.reduce_scatter(x, group, dim),
+        "reduce_flat": comm.start_reduce_flat(flat.clone(), cuts, group).wait(),
+        "gather_flat": comm.start_gather_flat(shared, cuts, group).wait(),
+        "broadcast": comm.broadcast(x.clone(), group, n - 1),
+    }
+    assert all(t.dtype == kind for t in got.values())
+    return {"x": x.tolist(), "flat": flat.tolist(), "cuts": cuts, **{k: t.tolist() for k, t in got.items()}}
+
+
+def small_sums(dtype: str) -> list[float]:
+    """256 on the first rank and 1 on the others, summed by every route."""
+    group = Mesh(dist.get_rank(), dp=dist.get_world_size()).group("dp")
+    x = torch.full((group.size,), 256.0 if group.index == 0 else 1.0, dtype=getattr(torch, dtype))
+    flat = comm.start_reduce_flat(x.clone(), list(range(group.size)) + [group.size], group).wait()
+    return [
+        float(comm.all_reduce(x.clone(), group)[0]),
+        float(comm.reduce_scatter(x.clone(), group, 0)[0]),
+        float(flat[0]),
+    ]
+
+
+def facts() -> tuple[Any, Any, list[float]]:
+    """gather_json, broadcast_json, and a ring of exchanges."""
+    group = Mesh(dist.get_rank(), dp=dist.get_world_size()).group("dp")
+    after, before = group.ranks[(group.index + 1) % group.size], group.ranks[group.index - 1]
+    mine, theirs = torch.tensor([float(group.index)]), torch.empty(1)
+    pending = comm.exchange([(mine, after)], [(theirs, before)], group)
+    values = [float(p.wait()) for p in pending]
+    comm.barrier(group)
+    return comm.gather_json({"rank": group.index}, group), comm.broadcast_json([group.index, "x"], group), values
+
+
+def dropout_masks(case: Case) -> list[tuple[str, int, tuple[int, int], tuple[int, int], Tensor]]:
+    """Where each dropout of the model keeps: (name, rank, sequence slice, head slice, mask)."""
+    from isotron.core.nn.dropout import Dropout
+
+    model = build(case)
+    found = []
+    for stage in model.stages.values():
+        stage.module.train()
+        for layer in stage.module.modules():
+            if isinstance(layer, Dropout) and layer.p > 0:
+                s = case.sequence // layer.sequence[1]
+                ids = torch.tensor([5, 9])
+                if layer.name.endswith("core"):
+                    ones = torch.ones(2, case.model.num_attention_heads // layer.heads[1], case.sequence, case.sequence)
+                    mask = layer.on_probabilities(ones, ids) > 0
+                else:
+                    mask = layer(torch.ones(2, s, case.model.hidden_size), ids) > 0
+                found.append((layer.name, model.mesh.rank, layer.sequence, layer.heads, mask))
+    return found
