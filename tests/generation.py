@@ -108,3 +108,8 @@ def broken(layout: dict[str, int]) -> None:
         if stage.module.is_last:
             stage.module.norm.weight.data.fill_(torch.nan)
     Engine(model).generate([[1, 2]], 3)
+
+
+def narrow(layout: dict[str, int]) -> list[list[int]]:
+    """Sampled tokens of a bfloat16 model."""
+    return make_engine("llama", "bfloat16", **layout).generate(PROMPTS, 8, temperature=1.0, stop_ids=()).tokens

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -198,3 +199,9 @@ def test_an_engine_checks_its_model():
     model.layout = Layout(dp=1, pp=2, vpp=2)
     with pytest.raises(Refused, match="--vpp 2"):
         Engine(model)
+
+
+def test_the_page_runs(capsys):
+    page = (Path(__file__).resolve().parents[2] / "docs" / "inference.md").read_text(encoding="utf-8")
+    exec(page.split("```python\n")[1].split("```")[0], {})
+    assert "['length', 'length']" in capsys.readouterr().out

@@ -10,7 +10,7 @@ from isotron.config.schema import changed, from_dict
 from isotron.core.checkpoint.load import Source
 from isotron.core.errors import Refused
 from isotron.launch import run_local
-from tests.generation import broken, loaded, make_engine, save_run, several
+from tests.generation import broken, loaded, make_engine, narrow, save_run, several
 
 LAYOUTS = {
     "TP2": {"tp": 2},
@@ -57,6 +57,12 @@ def test_a_checkpoint_in_another_layout(ranks, layout, tmp_path):
 def test_every_rank_refuses_what_the_last_stage_found(ranks, layout):
     with pytest.raises(Refused, match="not finite"):
         ranks(2, broken, layout)
+
+
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2}], ids=str)
+def test_ranks_agree_in_16_bits(ranks, layout):
+    first, second = ranks(2, narrow, layout)
+    assert first == second and [len(row) for row in first] == [8] * 4
 
 
 def test_the_command_on_two_processes(tmp_path, capfd):
