@@ -220,6 +220,17 @@ def test_resume_reads_the_model_from_the_checkpoint(capsys, started, tmp_path):
     assert options["prompts"] == ("a b", "c") and options["max_new_tokens"] == 64 and not options["ignore_eos"]
 
 
+def test_verify_hands_on_the_users_config(capsys, started, monkeypatch):
+    calls = []
+    monkeypatch.setattr("isotron.train.selfcheck.main", lambda config, **rest: calls.append((config, rest)) or 1)
+    assert run(["verify", *SMALL[:-2], "--tp", "2", "--inject", "drop-allreduce", "--json"], capsys)[0] == 1
+    ((config, rest),) = calls
+    assert (config.layout.tp, config.model.num_layers, config.train.device) == (2, 2, "cpu")
+    assert rest == {"inject": "drop-allreduce", "as_json": True}
+    assert "--tp 3" in run(["verify", *SMALL, "--tp", "3", "--load", "nowhere"], capsys)[2]
+    assert "--load nowhere" in run(["verify", *SMALL, "--load", "nowhere"], capsys)[2]
+
+
 def test_print_config_as_toml_and_json(capsys, started):
     code, out, _ = run(["train", *RUN, "--print-config"], capsys)
     assert code == 0 and not started
