@@ -113,5 +113,7 @@ IGNORED: dict[str, tuple[int, str]] = {
     "--keep-sequential-samples": (0, "documents are always written in the order of the input"),
     "--keep-newlines": (0, "texts are encoded as they are"),
     "--lang": (1, "texts are encoded as they are, not split into sentences"),
-    "--check-for-nan-in-loss-and-grad": (0, "a gradient norm that is not finite always skips or stops the step"),
+    "--exit-signal-handler": (0, "SIGTERM, SIGUSR1 and SIGINT always save a checkpoint and stop the run"),
+    "--exit-signal": (1, "SIGTERM, SIGUSR1 and SIGINT always save a checkpoint and stop the run"),
+    "--check-for-nan-in-loss-and-grad": (0, "a step whose loss or gradient norm is not finite is never applied"),
 }
