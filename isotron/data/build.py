@@ -1,0 +1,244 @@
+"""From the `[data]` options to the training and validation datasets. PURE.
+
+Like Megatron: one prefix is read as it is; weighted prefixes are blended by shares of samples; several prefixes without
+weights are blended by their sizes. Unlike Megatron, a run that asks such a blend for more than one epoch gets it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from isotron.core.errors import refuse
+from isotron.data.blend import (
+    SURPLUS,
+    BlendedDataset,
+    ChainedDataset,
+    Sources,
+    blend_order,
+    normalized,
+    read_sources,
+    targets,
+)
+from isotron.data.config import DataConfig
+from isotron.data.gpt_dataset import Dataset, GPTDataset, split_documents
+from isotron.data.index_cache import IndexCache
+from isotron.data.indexed import IndexedDataset
+from isotron.data.info import read_info
+from isotron.data.mock import MockDataset
+
+Log = Callable[[str], None]
+CACHE = "isotron_index_cache"
+NAMES = ("training", "validation", "test")
+
+
+@dataclass(frozen=True)
+class _Request:
+    """What all datasets of one build share."""
+
+    config: DataConfig
+    seed: int
+    vocab_size: int
+    eod: int | None
+    log: Log
+    opened: dict[str, IndexedDataset] = field(default_factory=dict)
+
+    def open(self, prefix: str) -> IndexedDataset:
+        """The pair at `prefix`, opened once."""
+        if prefix not in self.opened:
+            _check_note(prefix, self)
+            self.opened[prefix] = IndexedDataset(prefix)
+        return self.opened[prefix]
+
+    def cache(self, prefix: str) -> IndexCache:
+        """Where the indexes of `prefix` are kept."""
+        given = self.config.data_cache_path
+        return IndexCache(given or Path(prefix).absolute().parent / CACHE, self.log, required=bool(given))
+
+
+def build_datasets(
+    config: DataConfig,
+    seed: int,
+    num_samples: tuple[int, int],
+    log: Log = print,
+    *,
+    vocab_size: int = 0,
+    eod: int | None = None,
+) -> tuple[Dataset | None, Dataset | None]:
+    """(training, validation), each with at least the `num_samples` asked for it; None where 0 are asked for.
+
+    Validation is also None when its part of the split is 0. vocab_size and eod of the tokenizer, where they are known,
+    are checked against the data.
+    """
+    if not 0 <= seed < 2**32:
+        raise refuse(f"--seed {seed}", "the data order needs a seed of 0..4294967295", "--seed 1234")
+    request = _Request(config, seed, vocab_size, eod, log)
+    if config.mock_data:
+        return _mock(request, num_samples)
+    return _build(request, 0, num_samples[0]), _build(request, 1, num_samples[1])
+
+
+def build_segments(
+    config: DataConfig,
+    seed: int,
+    segments: Sequence[int],
+    num_valid: int,
+    log: Log = print,
+    *,
+    vocab_size: int = 0,
+    eod: int | None = None,
+) -> tuple[Dataset, Dataset | None]:
+    """(training, validation) of a run that may have been made longer, as `build_datasets` gives them.
+
+    segments: the sample counts that the order was built for, oldest first. Each segment is what a run of that length
+    has, with a seed of its own (seed, seed + 1, ...), so that making a run longer changes nothing of what it had.
+    """
+    parts: list[tuple[int, Dataset]] = []
+    held_out: Dataset | None = None
+    for i, count in enumerate(segments):
+        wanted = count, 0 if i else num_valid
+        train, valid = build_datasets(config, (seed + i) % 2**32, wanted, log, vocab_size=vocab_size, eod=eod)
+        if train is None:
+            raise ValueError(f"segments of {segments} samples: each has at least one")
+        parts.append((count, train))
+        held_out = held_out or valid
+    return ChainedDataset(parts), held_out
+
+
+def _mock(request: _Request, counts: tuple[int, int]) -> tuple[Dataset | None, Dataset | None]:
+    config = request.config
+    if config.data_path or config.valid_data_path:
+        paths = " ".join(config.data_path or config.valid_data_path)
+        raise refuse(f"--mock-data with --data-path {paths}", "data is either made up or read", "one of the two")
+    train, valid = (
+        MockDataset(count, config.seq_length, 2 * request.seed + part, request.vocab_size, request.eod)
+        for part, count in enumerate(counts)
+    )
+    return train if counts[0] else None, valid if counts[1] else None
+
+
+def _build(request: _Request, part: int, count: int) -> Dataset | None:
+    """The dataset of one part (0 training, 1 validation)."""
+    config = request.config
+    if not config.data_path:
+        also = f" with --valid-data-path {' '.join(config.valid_data_path)}" if config.valid_data_path else ""
+        raise refuse(f"no --data-path{also}", "there is nothing to train on", "--data-path my_gpt, or --mock-data")
+    if count <= 0:
+        return None
+    apart = bool(config.valid_data_path)
+    option = "--valid-data-path" if apart and part == 1 else "--data-path"
+    sources = read_sources(config.valid_data_path if option != "--data-path" else config.data_path, option, request.log)
+    ranges = {}
+    for prefix in sources.prefixes:
+        count_all = len(request.open(prefix))
+        ranges[prefix] = range(count_all) if apart else split_documents(config.split, count_all)[part]
+    if not apart and part == 1 and not split_documents(config.split, 10**9)[1]:
+        request.log(f"no validation: its part of --split {config.split} is 0")
+        return None
+    for prefix, documents in ranges.items():
+        _check_not_empty(request, prefix, documents, part)
+    one = len(sources.prefixes) == 1 and (sources.weights is None or apart)
+    datasets = _single if one else _by_size if sources.weights is None else _by_weight
+    return datasets(request, sources, [ranges[prefix] for prefix in sources.prefixes], count, NAMES[part])
+
+
+def _gpt(request: _Request, prefix: str, documents: range, count: int | None) -> GPTDataset:
+    length, cache = request.config.seq_length, request.cache(prefix)
+    return GPTDataset(request.open(prefix), documents, count, length, request.seed, cache, request.vocab_size)
+
+
+def _single(request: _Request, sources: Sources, ranges: Sequence[range], count: int, name: str) -> Dataset:
+    dataset = _gpt(request, sources.prefixes[0], ranges[0], count)
+    _report(request, name, sources.prefixes, [1.0], [count], [dataset])
+    return dataset
+
+
+def _by_weight(request: _Request, sources: Sources, ranges: Sequence[range], count: int, name: str) -> Dataset:
+    """A blend by given weights, over as many epochs of each source as its share takes."""
+    shares = normalized(sources.weights or ())
+    size, counts = sum(targets(shares, count)), targets(shares, count, SURPLUS)
+    return _blend(request, sources, ranges, normalized(shares), counts, name, size)  # normalised twice, as Megatron
+
+
+def _by_size(request: _Request, sources: Sources, ranges: Sequence[range], count: int, name: str) -> Dataset:
+    """A blend by the samples in one epoch of each source; more than one epoch continues with the same shares."""
+    sizes = [len(_gpt(request, p, r, None)) for p, r in zip(sources.prefixes, ranges, strict=True)]
+    shares = normalized(sizes)
+    if count <= sum(sizes):
+        return _blend(request, sources, ranges, shares, [None] * len(sizes), name, count)
+    return _blend(request, sources, ranges, shares, targets(shares, count, SURPLUS), name, count)
+
+
+def _blend(
+    request: _Request,
+    sources: Sources,
+    ranges: Sequence[range],
+    shares: Sequence[float],
+    counts: Sequence[int | None],
+    name: str,
+    size: int,
+) -> Dataset:
+    """`size` samples by `shares`; `counts` are built per source, or what the order draws where that is more."""
+    cache = request.cache(sources.prefixes[0])
+    order = cache.get(
+        {"kind": "blend", "shares": list(shares), "size": size},
+        lambda: dict(zip(("which", "within"), blend_order(shares, size), strict=True)),
+    )
+    drawn = np.bincount(order["which"], minlength=len(shares)).tolist()
+    datasets: list[GPTDataset] = []
+    for prefix, documents, count, least in zip(sources.prefixes, ranges, counts, drawn, strict=True):
+        dataset = _gpt(request, prefix, documents, count)
+        datasets.append(dataset if len(dataset) >= least else _gpt(request, prefix, documents, least))
+    _report(request, name, sources.prefixes, shares, drawn, datasets)
+    return BlendedDataset(datasets, order["which"], order["within"])
+
+
+def _report(
+    request: _Request,
+    name: str,
+    prefixes: Sequence[str],
+    shares: Sequence[float],
+    drawn: Sequence[int],
+    datasets: Sequence[GPTDataset],
+) -> None:
+    """Say what will be read from where: shares of samples, tokens, and how often each source is gone through."""
+    length = request.config.seq_length
+    request.log(f"{name} data: {sum(drawn):,} samples of {length} tokens")
+    for prefix, share, count, dataset in zip(prefixes, shares, drawn, datasets, strict=True):
+        epochs = count * length / dataset.tokens_per_epoch
+        request.log(f"  {share:8.3%}  {count:,} samples, {count * length:,} tokens, {epochs:.3g} epochs of {prefix}")
+
+
+def _check_not_empty(request: _Request, prefix: str, documents: range, part: int) -> None:
+    if len(documents):
+        return
+    count = len(request.open(prefix))
+    raise refuse(
+        f"--split {request.config.split} with data {prefix}",
+        f"of its {count} documents none falls to {NAMES[part]}",
+        "--split 90,10,0 on more documents, --valid-data-path PREFIX, or --eval-iters 0",
+    )
+
+
+def _check_note(prefix: str, request: _Request) -> None:
+    """Refuse data that its note says was made for another tokenizer, or without what an option needs."""
+    note = read_info(prefix)
+    if note is None:
+        return
+    made = note.get("tokenizer", {})
+    config = request.config
+    size, eod = made.get("vocab_size"), made.get("eod")
+    if request.vocab_size and isinstance(size, int) and size > request.vocab_size:
+        case = f"it was preprocessed with {size} entries ({made.get('type')}), the vocabulary has {request.vocab_size}"
+        raise refuse(f"data {prefix}", case, "the tokenizer that the data was preprocessed with")
+    if request.eod is not None and isinstance(eod, int) and eod != request.eod:
+        case = f"its documents end with id {eod}, the tokenizer's end of document is {request.eod}"
+        raise refuse(f"data {prefix}", case, "the tokenizer that the data was preprocessed with")
+    names = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+    asked = [f"--{name.replace('_', '-')}" for name in names if getattr(config, name)]
+    if asked and note.get("append_eod") is False:
+        case = "its documents have no end-of-document id to go by"
+        raise refuse(f"{' '.join(asked)} with data {prefix}", case, "isotron preprocess with --append-eod")
