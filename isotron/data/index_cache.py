@@ -19,11 +19,15 @@ import numpy.typing as npt
 from isotron.core.errors import refuse
 
 Arrays: TypeAlias = dict[str, npt.NDArray[Any]]
+KEEP = 1 << 20  # bytes: a smaller entry is quicker to build than to find, and would only litter the data's directory
 VERSION = 1  # of the algorithms: part of every description
 
 
 class IndexCache:
-    """Arrays by description in one directory. `required`: that it cannot be written is an error, not a remark."""
+    """Arrays by description in one directory, entries of at least KEEP bytes.
+
+    required: that the directory cannot be written is an error, not a remark.
+    """
 
     def __init__(self, directory: str | Path, log: Callable[[str], None], required: bool = False) -> None:
         self.directory, self.log, self.required = Path(directory), log, required
@@ -35,8 +39,10 @@ class IndexCache:
         arrays = self._load(key, text)
         if arrays is not None:
             return arrays
-        self.log(f"building the index of {description.get('prefix', 'the blend')}, kept in {self.directory}")
         arrays = build()
+        if sum(array.nbytes for array in arrays.values()) < KEEP:
+            return arrays
+        self.log(f"built the index of {description.get('prefix', 'the blend')}, to be kept in {self.directory}")
         try:
             self._store(key, text, arrays)
         except OSError as error:
