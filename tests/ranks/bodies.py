@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from isotron.core import comm
 from isotron.core.batch import Batch
-from isotron.core.mesh import Mesh
+from isotron.core.mesh import ALONE, Mesh
 from isotron.core.optim.adamw import AdamW
 from isotron.core.optim.config import OptimConfig
 from isotron.core.optim.schedules import ScheduleConfig
@@ -128,8 +129,8 @@ def collectives(dtype: str, dim: int) -> dict[str, list[Any]]:
     n, i = group.size, group.index
     shape = [2, 3, 4]
     shape[dim] = 2 * n
-    x = torch.arange(24 // shape[dim] * 0 + torch.Size(shape).numel()).view(shape).remainder(13).add(i).to(kind)
-    cuts = [0, 3, 3, 10, 11][: n] + [16]
+    x = torch.arange(math.prod(shape)).view(shape).remainder(13).add(i).to(kind)
+    cuts = [0, 3, 3, 10, 11][:n] + [16]  # with an empty run
     flat = torch.arange(16).remainder(5).add(i).to(kind)
     shared = flat.clone()
     got = {
@@ -167,6 +168,12 @@ def facts() -> tuple[Any, Any, list[float]]:
     values = [float(p.wait()) for p in pending]
     comm.barrier(group)
     return comm.gather_json({"rank": group.index}, group), comm.broadcast_json([group.index, "x"], group), values
+
+
+def facts_alone() -> tuple[Any, Any]:
+    """The same on one rank."""
+    comm.barrier(ALONE)
+    return comm.gather_json({"rank": 0}, ALONE), comm.broadcast_json([0, "x"], ALONE)
 
 
 def dropout_masks(case: Case) -> list[tuple[str, int, tuple[int, int], tuple[int, int], Tensor]]:

@@ -101,7 +101,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         narrow = torch.promote_types(w.dtype, torch.float32) != w.dtype
         for start in range(0, len(flat), step):
             part = slice(start, start + step)
-            rows, row = flat[part], (m[part] * scale).to(total.dtype)[:, None]
+            rows, row = flat[part], (m[part].to(total.dtype) * scale)[:, None]
             logits = torch.mm(rows, w[:real].t(), out=buffer[: len(rows)])
             # 16 bits: scale before rounding, or small probabilities vanish; else scaling the narrow side is cheaper
             losses = _loss_gradient(logits, y[part], row if narrow else None, vocab)
