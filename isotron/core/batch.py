@@ -7,7 +7,7 @@ sequence in consumption order over the whole run; dropout masks are keyed by it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 
@@ -25,8 +25,8 @@ class Batch:
 
     def to(self, device: torch.device | str) -> Batch:
         """The same batch on another device."""
-        move = {f.name: getattr(self, f.name) for f in fields(self)}
-        return Batch(**{k: None if v is None else v.to(device, non_blocking=True) for k, v in move.items()})
+        own = {f.name: getattr(self, f.name) for f in fields(self)}
+        return replace(self, **{k: v.to(device, non_blocking=True) for k, v in own.items() if v is not None})
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -1,26 +1,27 @@
 """Every communication of the system. Collectives over a `Group`; over a group of one rank each is the identity.
 
-| function            | what it does                                  | its gradient            | used by                          |
-|---------------------|-----------------------------------------------|-------------------------|----------------------------------|
-| all_reduce          | sum or max over ranks, in place               | identity (row output)   | row linear, embedding, loss, sums |
-| all_gather          | concatenate along a dimension                 | reduce_scatter          | column linear under SP           |
-| reduce_scatter      | sum, keep own part of a dimension             | all_gather              | row linear and embedding under SP |
-| reduce_flat         | sum runs of a flat buffer to their owners     | (gradients)             | data.py: ZeRO-1                  |
-| gather_flat         | owners' runs of a flat buffer to all          | (weights)               | data.py: ZeRO-1                  |
-| exchange            | one batch of sends and receives               | (boundaries)            | pipeline runtime                 |
-| gather_json, broadcast_json, barrier | small facts                  |                         | checkpoints, start of a run      |
+| function             | what it does                               | its gradient          | used by                  |
+|----------------------|--------------------------------------------|-----------------------|--------------------------|
+| all_reduce           | sum or max over ranks, in place            | identity (row output) | row linear, embedding    |
+| all_gather           | concatenate along a dimension              | reduce_scatter        | column linear, loss      |
+| reduce_scatter       | sum, keep own part of a dimension          | all_gather            | the same under SP        |
+| reduce_flat          | sum runs of a flat buffer to their owners  | (gradients)           | data.py: ZeRO-1          |
+| gather_flat          | owners' runs of a flat buffer to all       | (weights)             | data.py: ZeRO-1          |
+| exchange             | one batch of sends and receives            | (boundaries)          | pipeline runtime         |
+| gather_json, barrier | small facts, also broadcast_json           |                       | checkpoints, start       |
 
 The gradients are wired where the operation is (parallel/tensor.py), because a linear layer starts the communication of
 its input gradient before it computes its weight gradient. Everything that can be waited for returns a `Pending`.
 
-gloo sums bfloat16 in bfloat16 and its reduce-scatter is slow; there, sums are built from an all-to-all and one addition in
-float32. NCCL's own collectives are used on GPUs.
+gloo sums bfloat16 in bfloat16 and its reduce-scatter is slow; there, sums are built from an all-to-all and one
+addition in float32. NCCL's own collectives are used on GPUs.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -148,7 +149,9 @@ def start_gather_flat(flat: Tensor, cuts: Sequence[int], group: Group) -> Pendin
     return Pending(dist.batch_isend_irecv(ops) if ops else (), lambda: flat)
 
 
-def exchange(sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], group: Group) -> list[Pending]:
+def exchange(
+    sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], group: Group
+) -> list[Pending]:
     """Post sends to and receives from world ranks as one batch; a Pending for each send, then each receive."""
     ops = [dist.P2POp(dist.isend, x, to, group.handle) for x, to in sends]
     ops += [dist.P2POp(dist.irecv, x, of, group.handle) for x, of in receives]
@@ -156,7 +159,11 @@ def exchange(sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tenso
     works = dist.batch_isend_irecv(ops) if ops else []
     if len(works) != len(ops):  # a back end that coalesces returns one handle for the whole batch
         works = list(works) * len(ops)
-    return [Pending((w,), lambda x=x: x) for w, x in zip(works, tensors, strict=True)]
+    return [Pending((w,), partial(_itself, x)) for w, x in zip(works, tensors, strict=True)]
+
+
+def _itself(x: Tensor) -> Tensor:
+    return x
 
 
 def broadcast(x: Tensor, group: Group, source: int = 0) -> Tensor:

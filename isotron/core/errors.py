@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,9 @@ class Refused(Exception):
         self.exit_code = exit_code
         super().__init__("\n\n".join(str(p) for p in self.problems))
 
-    def __reduce__(self):  # several problems must survive the way from a worker process to its parent
+    def __reduce__(
+        self,
+    ) -> tuple[Any, ...]:  # several problems must survive the way from a worker process to its parent
         return (Refused, (self.problems, self.exit_code))
 
 

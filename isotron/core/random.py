@@ -1,7 +1,8 @@
 """Random numbers as a function of (seed, name, global coordinate), so that no layout can change them.
 
-Weights are drawn in tiles of 256 x 256 over the last two dimensions, one key per tile, on the CPU in float32; a rank draws
-the tiles it holds. Dropout masks are a counter hash of the logical coordinate. No generator state exists or is saved.
+Weights are drawn in tiles of 256 x 256 over the last two dimensions, one key per tile, on the CPU in float32; a rank
+draws the tiles it holds. Dropout masks are a counter hash of the logical coordinate. No generator state exists or is
+saved.
 """
 
 from __future__ import annotations

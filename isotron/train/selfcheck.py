@@ -1,8 +1,9 @@
 """`isotron verify`: the user's config scaled down, in the user's layout, against one process in float64.
 
-What is kept: the family and its switches, the ratio of query to key/value heads, whether heads are decoupled from the hidden
-size, ties, dropout, the schedule, sequence parallelism, ZeRO, recompute, uneven splits. What shrinks: every axis to at most 2
-(TP to 4 where key/value heads are shared between ranks), widths, layers to about 2 per stage, the vocabulary to an odd 131.
+What is kept: the family and its switches, the ratio of query to key/value heads, whether heads are decoupled from the
+hidden size, ties, dropout, the schedule, sequence parallelism, ZeRO, recompute, uneven splits. What shrinks: every
+axis to at most 2 (TP to 4 where key/value heads are shared between ranks), widths, layers to about 2 per stage, the
+vocabulary to an odd 131.
 """
 
 from __future__ import annotations
@@ -119,7 +120,9 @@ def summarise(rows: list[Row]) -> dict[str, Row]:
     found = {}
     for name, prefix in kinds.items():
         exact = prefix in ("loss", "gradient norm")
-        own = [r for r in rows if (r.what == prefix if exact else r.what.startswith(prefix) and r.what != "gradient norm")]
+        own = [
+            r for r in rows if (r.what == prefix if exact else r.what.startswith(prefix) and r.what != "gradient norm")
+        ]
         found[name] = max(own, key=lambda r: float("inf") if r.difference != r.difference else r.difference / r.scale)
     return found
 

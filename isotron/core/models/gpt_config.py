@@ -25,7 +25,9 @@ class GPTConfig:
     vocab_size: int = option(0, "real vocabulary entries; 0 means what the tokenizer has")
     max_position_embeddings: int = option(0, "longest sequence; 0 means seq_length", unit="tokens")
     norm_epsilon: float = option(1e-5, "added to the variance in LayerNorm")
-    activation: str = option("gelu", "gelu is the exact erf form, gelu_tanh the approximation", choices=("gelu", "gelu_tanh"))
+    activation: str = option(
+        "gelu", "gelu is the exact erf form, gelu_tanh the approximation", choices=("gelu", "gelu_tanh")
+    )
     tie_embeddings: bool = option(True, "the output layer uses the input embedding's weights")
     hidden_dropout: float = option(0.1, "dropout after the embedding, attention and MLP")
     attention_dropout: float = option(0.1, "dropout on attention probabilities")

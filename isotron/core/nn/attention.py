@@ -1,10 +1,11 @@
 """Causal multi-head attention with grouped queries.
 
-Legend: B batch, S sequence, D hidden, H query heads, K key/value heads, N head size, T key positions. H and K are the local
-heads, read from the shapes of the weights: the output projection's input width gives H, the rest of q|k|v is K twice.
+Legend: B batch, S sequence, D hidden, H query heads, K key/value heads, N head size, T key positions. H and K are the
+local heads, read from the shapes of the weights: the output projection's input width gives H, the rest of q|k|v is K
+twice.
 
-The socket `core` turns q_BHSN k_BKTN v_BKTN into o_BHSN. `Causal` is the plain one: a fused kernel where nothing hinders
-it, explicit probabilities where dropout must be keyed. Source: Ainslie et al. 2023 (grouped queries).
+The socket `core` turns q_BHSN k_BKTN v_BKTN into o_BHSN. `Causal` is the plain one: a fused kernel where nothing
+hinders it, explicit probabilities where dropout must be keyed. Source: Ainslie et al. 2023 (grouped queries).
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ class Causal(nn.Module):
             mask = mask.tril()[:, None]
             return scaled_dot_product_attention(q_BHSN, k_BKTN, v_BKTN, attn_mask=mask, enable_gqa=grouped)
         if self.recompute:
-            return checkpoint(self._explicit, q_BHSN, k_BKTN, v_BKTN, ctx, use_reentrant=False, preserve_rng_state=False)
+            return checkpoint(
+                self._explicit, q_BHSN, k_BKTN, v_BKTN, ctx, use_reentrant=False, preserve_rng_state=False
+            )
         return self._explicit(q_BHSN, k_BKTN, v_BKTN, ctx)
 
     def _explicit(self, q_BHSN: Tensor, k_BKTN: Tensor, v_BKTN: Tensor, ctx: Context) -> Tensor:

@@ -14,7 +14,9 @@ from isotron.core.nn.dropout import Dropout
 
 
 class PreNormBlock(nn.Module):
-    """`recompute` keeps the norms' and the activation's inputs only and computes their results again in the backward."""
+    """`recompute` keeps the norms' and the activation's inputs only and computes their results again in the
+    backward.
+    """
 
     def __init__(
         self, norms: tuple[nn.Module, nn.Module], attention: Attention, mlp: nn.Module, dropout: float, name: str
@@ -24,6 +26,11 @@ class PreNormBlock(nn.Module):
         self.attention_dropout = Dropout(dropout, f"{name}.attention")
         self.mlp_dropout = Dropout(dropout, f"{name}.mlp")
         self.recompute = False
+
+    def set_recompute(self, on: bool) -> None:
+        """Selective recompute of this block's norms, activation and attention probabilities."""
+        for part in (self, self.mlp, self.attention.core):
+            part.recompute = on  # type: ignore[assignment]
 
     def forward(self, x_BSD: Tensor, ctx: Context) -> Tensor:
         """x_BSD."""

@@ -2,8 +2,9 @@
 
 Legend: B batch, S sequence (its local part under sequence parallelism), D hidden.
 
-The first stage embeds, the last one has the final norm and the head; parameter names carry global layer numbers, so a stage
-is built for its range of layers and never carved out of a whole model. A boundary between stages is a dict of tensors.
+The first stage embeds, the last one has the final norm and the head; parameter names carry global layer numbers, so a
+stage is built for its range of layers and never carved out of a whole model. A boundary between stages is a dict of
+tensors.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from isotron.core.batch import Batch
 from isotron.core.nn.context import Context
+from isotron.core.nn.loss import Head
 
 Boundary = dict[str, Tensor]
 Terms = dict[str, tuple[Tensor, float]]
@@ -25,8 +27,15 @@ Terms = dict[str, tuple[Tensor, float]]
 class Decoder(nn.Module):
     """Blocks with what stands before and after them on this stage.
 
-    `recompute`: "none", "selective" (blocks decide) or "full" (units of `recompute_layers` blocks keep their input only).
+    `recompute`: "none", "selective" (blocks decide) or "full" (units of `recompute_layers` blocks keep their input
+    only).
     """
+
+    embed: nn.Module
+    positions: nn.Module
+    dropout: nn.Module
+    norm: nn.Module
+    head: Head
 
     def __init__(
         self,
@@ -35,6 +44,7 @@ class Decoder(nn.Module):
         ends: Mapping[str, nn.Module],
     ) -> None:
         super().__init__()
+        self.ends = frozenset(ends)
         for name, module in ends.items():
             self.add_module(name, module)
         self.layers = nn.ModuleDict({str(i): b for i, b in blocks.items()})
@@ -44,12 +54,12 @@ class Decoder(nn.Module):
     @property
     def is_first(self) -> bool:
         """Whether it starts from token ids."""
-        return hasattr(self, "embed")
+        return "embed" in self.ends
 
     @property
     def is_last(self) -> bool:
         """Whether it ends in logits and loss."""
-        return hasattr(self, "head")
+        return "head" in self.ends
 
     def hidden(self, batch: Batch, boundary: Boundary) -> Tensor:
         """x_BSD after this stage's blocks."""
@@ -66,7 +76,7 @@ class Decoder(nn.Module):
     def start(self, batch: Batch) -> Tensor:
         """Embedded tokens, with learned positions and dropout where the family has them."""
         x = self.embed(batch.tokens)
-        if hasattr(self, "positions"):
+        if "positions" in self.ends:
             x = x + self.positions(batch.positions)
         return self.dropout(x, batch.sample_ids)
 

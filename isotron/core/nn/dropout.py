@@ -1,7 +1,7 @@
 """Dropout whose mask is a function of (seed, place in the model, sample, position, feature).
 
-Legend: B batch, S sequence, D hidden, H heads, T key positions. The same numbers come out in every layout, on any device,
-and again in a recomputed forward. Sockets: `sequence` and `heads` = (index, count) of the local slice.
+Legend: B batch, S sequence, D hidden, H heads, T key positions. The same numbers come out in every layout, on any
+device, and again in a recomputed forward. Sockets: `sequence` and `heads` = (index, count) of the local slice.
 """
 
 from __future__ import annotations

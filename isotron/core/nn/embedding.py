@@ -1,8 +1,8 @@
 """Token and position embeddings.
 
-Legend: B batch, S sequence, D hidden, V vocabulary rows held here. Sockets of the token embedding: `first`, the global id of
-the first row held (ids outside the held rows give zero), and `leave`, which adds up the ranks' parts. Socket of both:
-`sequence` = (index, count), the local slice of the sequence after `leave`.
+Legend: B batch, S sequence, D hidden, V vocabulary rows held here. Sockets of the token embedding: `first`, the global
+id of the first row held (ids outside the held rows give zero), and `leave`, which adds up the ranks' parts. Socket of
+both: `sequence` = (index, count), the local slice of the sequence after `leave`.
 """
 
 from __future__ import annotations

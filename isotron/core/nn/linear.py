@@ -8,8 +8,8 @@ Shapes: x_...I input features, y_...O output features, W_OI.
   computes it again from x.
 - `enter` and `leave` are the sockets that tensor parallelism fills. The local input is kept and gathered again in the
   backward; the communication of the input gradient runs while the weight gradient is computed.
-- The weight gradient goes to the parameter's `GradSink` when it has one (now, or on a list for a later pass), else through
-  autograd. The bias is added after `leave`, once.
+- The weight gradient goes to the parameter's `GradSink` when it has one (now, or on a list for a later pass), else
+  through autograd. The bias is added after `leave`, once.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class Socket(Protocol):
 class GradSink:
     """Where the gradient of one parameter accumulates: a view of a flat buffer, usually wider than the parameter.
 
-    `fresh` means that the buffer holds nothing yet, so the first write replaces instead of adding. `later`, when a list,
-    takes the weight-gradient work instead of doing it. `on_write` is called after each contribution when set.
+    `fresh` means that the buffer holds nothing yet, so the first write replaces instead of adding. `later`, when a
+    list, takes the weight-gradient work instead of doing it. `on_write` is called after each contribution when set.
     """
 
     def __init__(self, buffer: Tensor) -> None:

@@ -2,9 +2,9 @@
 
 Legend: N tokens (B x S), D hidden, V vocabulary rows held here, C tokens of one chunk.
 
-Every token's weight in the loss is known before the backward, so the gradients of a chunk are formed while its logits are
-at hand: three matrix products per chunk, no logits kept, none computed twice. With a vocabulary split over ranks each rank
-holds its columns and the ranks exchange three numbers per token. Padding rows are left out of the sums.
+Every token's weight in the loss is known before the backward, so the gradients of a chunk are formed while its logits
+are at hand: three matrix products per chunk, no logits kept, none computed twice. With a vocabulary split over ranks
+each rank holds its columns and the ranks exchange three numbers per token. Padding rows are left out of the sums.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ BLOCK_BYTES = 4 << 20  # logits in float32 at a time: small enough for the cache
 class Vocab(Protocol):
     """Socket: how the ranks that split a vocabulary meet."""
 
-    first: int
+    @property
+    def first(self) -> int:
+        """The global id of the first row held here."""
+        ...
 
     def gather(self, x: Tensor) -> Tensor:
         """Stack every rank's x: [ranks, *x.shape], in rank order."""
@@ -33,7 +36,8 @@ class Vocab(Protocol):
 
 
 def _local_softmax(logits: Tensor, row: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Softmax of logits_CV in place, times `row` [C, 1] if given; the highest logit and the sum of exp(l - highest) [C].
+    """Softmax of logits_CV in place, times `row` [C, 1] if given; the highest logit and the sum of exp(l - highest)
+    [C].
 
     In float32 or wider; 16-bit logits pass through a small wide block.
     """
@@ -174,9 +178,7 @@ class Head(nn.Module):
     def forward(self, x_BSD: Tensor, labels_BS: Tensor, mask_BS: Tensor, weight: float = 1.0) -> Tensor:
         """Sum over tokens of mask x cross-entropy. `weight` is the factor with which backward will be called."""
         w = self.weight if torch.is_grad_enabled() else self.weight.detach()  # no gradients are formed in evaluation
-        return _LinearCrossEntropy.apply(
-            x_BSD, w, labels_BS, mask_BS, weight, self.real, self.enter, self.vocab
-        )
+        return _LinearCrossEntropy.apply(x_BSD, w, labels_BS, mask_BS, weight, self.real, self.enter, self.vocab)
 
     def logits(self, x_BSD: Tensor) -> Tensor:
         """[B, S, real rows held here]."""

@@ -39,7 +39,8 @@ class _Rotate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        return _turn(dy, *ctx.saved_tensors, -1.0), None, None
+        cos, sin = ctx.saved_tensors
+        return _turn(dy, cos, sin, -1.0), None, None
 
 
 def rotate(x_BSHN: Tensor, rope: Angles) -> Tensor:

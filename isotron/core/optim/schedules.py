@@ -18,17 +18,23 @@ class ScheduleConfig:
 
     lr: float = option(3e-4, "highest learning rate")
     min_lr: float = option(0.0, "lowest learning rate after decay")
-    lr_decay_style: str = option("cosine", "shape after warm-up", choices=("constant", "linear", "cosine", "inverse-square-root", "WSD"))
+    lr_decay_style: str = option(
+        "cosine", "shape after warm-up", choices=("constant", "linear", "cosine", "inverse-square-root", "WSD")
+    )
     lr_warmup_iters: int = option(0, "steps of linear warm-up", unit="steps")
     lr_warmup_fraction: float = option(0.0, "warm-up as a fraction of lr_decay_iters; used when lr_warmup_iters is 0")
     lr_warmup_init: float = option(0.0, "learning rate that warm-up starts from")
     lr_decay_iters: int = option(0, "step at which min_lr is reached; 0 means train_iters", unit="steps")
     lr_wsd_decay_iters: int = option(0, "last steps of WSD in which the rate decays", unit="steps")
-    lr_wsd_decay_style: str = option("exponential", "shape of the WSD decay", choices=("exponential", "linear", "cosine", "minus_sqrt"))
+    lr_wsd_decay_style: str = option(
+        "exponential", "shape of the WSD decay", choices=("exponential", "linear", "cosine", "minus_sqrt")
+    )
     weight_decay: float = option(0.1, "decoupled weight decay; not on biases and norm gains")
     start_weight_decay: float = option(-1.0, "weight decay at the start of its ramp; -1 means weight_decay")
     end_weight_decay: float = option(-1.0, "weight decay at the end of its ramp; -1 means weight_decay")
-    weight_decay_incr_style: str = option("constant", "shape of the weight-decay ramp", choices=("constant", "linear", "cosine"))
+    weight_decay_incr_style: str = option(
+        "constant", "shape of the weight-decay ramp", choices=("constant", "linear", "cosine")
+    )
 
 
 def learning_rate(cfg: ScheduleConfig, step: int) -> float:

@@ -1,19 +1,19 @@
 """Data parallelism: the weights and gradients of a stage in flat buffers, and where gradients meet.
 
-One buffer of weights (model dtype) and one of gradients (float32 or wider) per stage; parameters and gradient sinks are views.
-The buffers are cut into buckets, each bucket into one run per data-parallel rank, at row boundaries. Under ZeRO-1 a run's
-gradients are summed at its owner, which steps it and sends its weights to the others; without it, all ranks sum and step all.
+One buffer of weights (model dtype) and one of gradients (float32 or wider) per stage; parameters and gradient sinks
+are views. The buffers are cut into buckets, each bucket into one run per data-parallel rank, at row boundaries. Under
+ZeRO-1 a run's gradients are summed at its owner, which steps it and sends its weights to the others; without it, all
+ranks sum and step all.
 
-Two kinds of parameters must be summed before that, on full gradients: those that each tensor-parallel rank saw only a part
-of the activation for (norm gains under sequence parallelism, shared key/value heads), and tied embeddings that live on two
-pipeline stages. They sit in buckets of their own, which wait for the end of the pipeline table.
+Two kinds of parameters must be summed before that, on full gradients: those that each tensor-parallel rank saw only a
+part of the activation for (norm gains under sequence parallelism, shared key/value heads), and tied embeddings that
+live on two pipeline stages. They sit in buckets of their own, which wait for the end of the pipeline table.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from itertools import pairwise
 from math import prod
 
 import torch

@@ -1,7 +1,7 @@
 """A model in a layout: this rank's stages, their flat buffers and the runtime. The core's front door.
 
-    model = ParallelModel(config, Layout(tp=2, pp=2), mesh, torch.float32, device, seed=1)
-    loss_sums = model.forward_backward(batches, weight=1 / tokens)   # gradients are summed over the layout afterwards
+model = ParallelModel(config, Layout(tp=2, pp=2), mesh, torch.float32, device, seed=1)
+loss_sums = model.forward_backward(batches, weight=1 / tokens)   # gradients are summed over the layout afterwards
 """
 
 from __future__ import annotations

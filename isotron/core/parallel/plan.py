@@ -20,17 +20,28 @@ class Layout:
     dp: int = option(0, "data-parallel ranks; 0 means 1 on CPU and what the world allows elsewhere")
     vpp: int = option(1, "pipeline stages (model chunks) per pipeline rank")
     sequence_parallel: bool = option(False, "split norms, dropout and residuals over TP along the sequence")
-    zero: int = option(-1, "0: every rank keeps all optimizer state, 1: sharded over DP; -1 means 1 when dp > 1", choices=(-1, 0, 1))
-    schedule: str = option("auto", "pipeline schedule; auto is 1f1b, or interleaved when vpp > 1", choices=("auto", "gpipe", "1f1b", "interleaved"))
-    layers_per_stage: tuple[int, ...] = option((), "blocks of each pipeline stage, first to last; empty means an even split")
+    zero: int = option(
+        -1, "0: every rank keeps all optimizer state, 1: sharded over DP; -1 means 1 when dp > 1", choices=(-1, 0, 1)
+    )
+    schedule: str = option(
+        "auto",
+        "pipeline schedule; auto is 1f1b, or interleaved when vpp > 1",
+        choices=("auto", "gpipe", "1f1b", "interleaved"),
+    )
+    layers_per_stage: tuple[int, ...] = option(
+        (), "blocks of each pipeline stage, first to last; empty means an even split"
+    )
     first_stage_layers: int = option(0, "blocks of the first pipeline stage; 0 means as even as the rest")
     last_stage_layers: int = option(0, "blocks of the last pipeline stage; 0 means as even as the rest")
-    recompute: str = option("none", "what is computed again in the backward instead of kept: none, selective (norms, activations, attention probabilities), full (whole blocks)", choices=("none", "selective", "full"))
-    recompute_num_layers: int = option(1, "blocks per recomputed unit under recompute = full")
-    make_vocab_size_divisible_by: int = option(128, "the held vocabulary is a multiple of this times tp")
-    overlap_grad_reduce: bool = option(True, "start reducing a bucket's gradients while the backward goes on")
-    overlap_param_gather: bool = option(True, "gather a bucket's weights while the next forward begins")
-    ddp_bucket_size: int = option(40_000_000, "parameters per gradient bucket")
+    recompute: str = option(
+        "none",
+        "what is computed again in the backward instead of kept: none, selective (norms, activations, attention
+        probabilities), full (whole blocks)", choices=("none", "selective", "full"), ) recompute_num_layers: int =
+        option(1, "blocks per recomputed unit under recompute = full") make_vocab_size_divisible_by: int = option(128,
+        "the held vocabulary is a multiple of this times tp") overlap_grad_reduce: bool = option(True, "start reducing
+        a bucket's gradients while the backward goes on") overlap_param_gather: bool = option(True, "gather a bucket's
+        weights while the next forward begins") ddp_bucket_size: int = option(40_000_000, "parameters per gradient
+        bucket")
 
     @property
     def stages(self) -> int:

@@ -1,4 +1,6 @@
-"""Whether weights that several ranks hold are bitwise equal: replicated over TP or DP, and tied over pipeline stages."""
+"""Whether weights that several ranks hold are bitwise equal: replicated over TP or DP, and tied over pipeline
+stages.
+"""
 
 from __future__ import annotations
 

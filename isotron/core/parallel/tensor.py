@@ -1,7 +1,7 @@
 """Tensor and sequence parallelism: what fills the sockets of plain layers.
 
-Legend: S is dimension 1 of every activation. Each policy is a socket of `nn/linear.py`: `forward` and `backward` start a
-communication and return something to wait for.
+Legend: S is dimension 1 of every activation. Each policy is a socket of `nn/linear.py`: `forward` and `backward` start
+a communication and return something to wait for.
 
 | policy    | forward           | backward          | where                                            |
 |-----------|-------------------|-------------------|--------------------------------------------------|
@@ -94,7 +94,9 @@ class SplitVocab:
 
 
 def fill_sockets(module: nn.Module, placed: dict[str, Placed], group: Group, sequence_parallel: bool) -> None:
-    """Give every layer of a stage the policies that its weight's placement asks for. `placed` is keyed by local name."""
+    """Give every layer of a stage the policies that its weight's placement asks for. `placed` is keyed by local
+    name.
+    """
     split_up = group.size > 1
     enter = (Gather(group) if sequence_parallel else Copy(group)) if split_up else None
     leave = (Scatter(group) if sequence_parallel else Sum(group)) if split_up else None
@@ -111,7 +113,8 @@ def fill_sockets(module: nn.Module, placed: dict[str, Placed], group: Group, seq
                 layer.leave, (layer.first, layer.real) = leave, _held_rows(here)
             case Head() if split == 0:
                 first, layer.real = _held_rows(here)
-                layer.enter, layer.vocab = enter, SplitVocab(group, first) if split_up else None
+                layer.enter = enter
+                layer.vocab = SplitVocab(group, first) if split_up else None
             case Positions():
                 layer.sequence = part
             case Attention():

@@ -1,7 +1,7 @@
 """Loss scaling for float16, with Megatron's rule.
 
-The scale doubles after `loss_scale_window` clean steps. Each overflow uses up one unit of hysteresis; once it is used up,
-every further overflow halves the scale, down to the floor. Hysteresis is restored only when the scale grows.
+The scale doubles after `loss_scale_window` clean steps. Each overflow uses up one unit of hysteresis; once it is used
+up, every further overflow halves the scale, down to the floor. Hysteresis is restored only when the scale grows.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The only executor: runs this rank's row of a pipeline table, whatever schedule wrote it.
 
-One process without a pipeline runs the one-stage table. Every maximal run of transfers is posted as one batch, and nothing
-waits before a compute action needs the data. Reading order: `Runtime.run`, then the `_Pass` that holds one step's state.
+One process without a pipeline runs the one-stage table. Every maximal run of transfers is posted as one batch, and
+nothing waits before a compute action needs the data. Reading order: `Runtime.run`, then the `_Pass` that holds one
+step's state.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ class Runtime:
     def run(self, schedule: Schedule, batches: Sequence[Batch], weight: float) -> dict[str, Tensor]:
         """Forward and, where the table says so, backward over all microbatches.
 
-        `weight` is what a token's loss enters the backward with. Returns term name -> sum over this rank's tokens, float64
-        (nothing on ranks that hold no loss).
+        `weight` is what a token's loss enters the backward with. Returns term name -> sum over this rank's tokens,
+        float64 (nothing on ranks that hold no loss).
         """
         step = _Pass(self, schedule, batches, weight)
         for transfers, actions in groupby(schedule.ranks[self.group.index], key=lambda a: a.transfers):

@@ -44,7 +44,14 @@ class Stage:
 
 
 def build_stage(
-    cfg: Any, number: int, layers: range, layout: Layout, mesh: Mesh, dtype: torch.dtype, device: torch.device, seed: int
+    cfg: Any,
+    number: int,
+    layers: range,
+    layout: Layout,
+    mesh: Mesh,
+    dtype: torch.dtype,
+    device: torch.device,
+    seed: int,
 ) -> Stage:
     """Stage `number` of `layout.stages`, holding blocks `layers`, with its initial weights."""
     padded = layout.padded_vocab(cfg.vocab_size)
@@ -107,8 +114,7 @@ def _set_policies(module: Decoder, layout: Layout, seed: int) -> None:
         if isinstance(layer, Dropout):
             layer.seed = seed
         if isinstance(layer, PreNormBlock):
-            selective = layout.recompute == "selective"
-            layer.recompute = layer.mlp.recompute = layer.attention.core.recompute = selective
+            layer.set_recompute(layout.recompute == "selective")
 
 
 def _flatten(
