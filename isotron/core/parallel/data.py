@@ -126,7 +126,8 @@ class Flat:
             own = [f"{name}.{n}".lstrip(".") for n, _ in layer.named_parameters(recurse=False)]
             buckets = {id(b): b for b in (self._bucket_of[id(self.sinks[n])] for n in own if n in self.sinks)}
             if buckets:
-                layer.register_forward_pre_hook(lambda *_, found=tuple(buckets.values()): _wait_gather(found))
+                found = tuple(buckets.values())
+                layer.register_forward_pre_hook(lambda *_, found=found: _wait_gather(found))
 
     # ---- gradients -------------------------------------------------------------------------------------------------
 

@@ -35,13 +35,14 @@ class Layout:
     last_stage_layers: int = option(0, "blocks of the last pipeline stage; 0 means as even as the rest")
     recompute: str = option(
         "none",
-        "what is computed again in the backward instead of kept: none, selective (norms, activations, attention
-        probabilities), full (whole blocks)", choices=("none", "selective", "full"), ) recompute_num_layers: int =
-        option(1, "blocks per recomputed unit under recompute = full") make_vocab_size_divisible_by: int = option(128,
-        "the held vocabulary is a multiple of this times tp") overlap_grad_reduce: bool = option(True, "start reducing
-        a bucket's gradients while the backward goes on") overlap_param_gather: bool = option(True, "gather a bucket's
-        weights while the next forward begins") ddp_bucket_size: int = option(40_000_000, "parameters per gradient
-        bucket")
+        "computed again in the backward: nothing, selective (norms, activations, probabilities), or full (whole blocks)",
+        choices=("none", "selective", "full"),
+    )
+    recompute_num_layers: int = option(1, "blocks per recomputed unit under recompute = full")
+    make_vocab_size_divisible_by: int = option(128, "the held vocabulary is a multiple of this times tp")
+    overlap_grad_reduce: bool = option(True, "start reducing a bucket's gradients while the backward goes on")
+    overlap_param_gather: bool = option(True, "gather a bucket's weights while the next forward begins")
+    ddp_bucket_size: int = option(40_000_000, "parameters per gradient bucket")
 
     @property
     def stages(self) -> int:
