@@ -35,7 +35,7 @@ class Layout:
     last_stage_layers: int = option(0, "blocks of the last pipeline stage; 0 means as even as the rest")
     recompute: str = option(
         "none",
-        "computed again in the backward: nothing, selective (norms, activations, probabilities), or full (whole blocks)",
+        "computed again in the backward: none, selective (norms, activations, probabilities), full (whole blocks)",
         choices=("none", "selective", "full"),
     )
     recompute_num_layers: int = option(1, "blocks per recomputed unit under recompute = full")

@@ -12,11 +12,18 @@ from isotron.core.mesh import AXES
 from isotron.core.parallel.model import ParallelModel
 
 
+BLOCK = 1 << 20  # elements at a time: the numbers of a block are 64 bits wide
+
+
 def fingerprint(x: Tensor) -> int:
     """A number that differs when a bit of x differs (with overwhelming likelihood), the same on any device."""
-    bits = x.contiguous().view(torch.uint8).flatten().to(torch.int64)
-    place = torch.arange(bits.numel(), device=bits.device)
-    return int(((bits + 1) * (place * 0x9E3779B1 + 0x85EBCA6B) % 2147483647).sum())
+    words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
+    total = 0
+    for block in x.contiguous().view(words).flatten().split(BLOCK):
+        place = torch.arange(1, block.numel() + 1, device=x.device)
+        mixed = (block.to(torch.int64) ^ (place * 0x9E3779B97F4A7C1)) * 0x2545F4914F6CDD1D  # wraps around, on purpose
+        total = (total * 1_000_003 + int((mixed ^ (mixed >> 29)).sum())) % (1 << 61)
+    return total
 
 
 def unequal_replicas(model: ParallelModel) -> list[str]:
