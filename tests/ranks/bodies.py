@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -17,8 +19,9 @@ from isotron.core.optim.adamw import AdamW
 from isotron.core.optim.config import OptimConfig
 from isotron.core.optim.schedules import ScheduleConfig
 from isotron.core.parallel.model import ParallelModel
+from isotron.core.parallel.pipeline import runtime
 from isotron.core.precision.scaler import LossScaler
-from isotron.train.step import train_step
+from isotron.train.step import StepResult, train_step
 from isotron.train.verify import Case, microbatches, randomise
 
 
@@ -32,20 +35,67 @@ def build(case: Case) -> ParallelModel:
     return model
 
 
-def trained(case: Case, lr: float = 1e-2) -> tuple[ParallelModel, AdamW]:
-    """A model after the case's steps."""
-    model = build(case)
+def steps_of(
+    model: ParallelModel,
+    case: Case,
+    lr: float = 1e-2,
+    after: Callable[[], None] = lambda: None,
+    same_data: bool = False,
+) -> list[StepResult]:
+    """Train the case's steps; `after` runs after each. `same_data`: the first step's batches again and again."""
     optimizer = AdamW(model.views(), OptimConfig())
     schedule = ScheduleConfig(lr=lr, lr_decay_style="constant")
+    results = []
     for step in range(case.steps):
-        train_step(model, optimizer, LossScaler(1.0, dynamic=False), schedule, microbatches(case, step, model.mesh.group("dp")))
+        batches = microbatches(case, 0 if same_data else step, model.mesh.group("dp"))
+        results.append(train_step(model, optimizer, LossScaler(1.0, dynamic=False), schedule, batches))
+        after()
     model.wait_weights()
-    return model, optimizer
+    return results
+
+
+def with_layout(case: Case, **changes: Any) -> Case:
+    """The case in a changed layout."""
+    return replace(case, layout=replace(case.layout, **changes))
+
+
+def evaluated(case: Case) -> list[float]:
+    """The sum of losses over a global batch."""
+    model = build(case)
+    return _evaluate(model, case)
+
+
+def _evaluate(model: ParallelModel, case: Case) -> list[float]:
+    return model.sum_terms(model.evaluate(microbatches(case, 9, model.mesh.group("dp"))), ["loss"])
+
+
+def trained_and_evaluated(case: Case) -> list[float]:
+    """Losses of training and of an evaluation after every step."""
+    model, found = build(case), []
+    results = steps_of(model, case, after=lambda: found.extend(_evaluate(model, case)))
+    return [result.loss for result in results] + found
+
+
+def most_sends_under_way(case: Case) -> int:
+    """The most sends that one step kept at a time."""
+    most = 0
+    transfer = runtime._Pass.transfer
+
+    def watched(self: Any, actions: Any) -> None:
+        nonlocal most
+        transfer(self, actions)
+        most = max(most, len(self.leaving))
+
+    with patch.object(runtime._Pass, "transfer", watched):
+        model = build(case)
+        model.forward_backward(microbatches(case, 0, model.mesh.group("dp")), 1.0)
+    return most
 
 
 def padding_rows(case: Case) -> tuple[float, float, int]:
     """Largest weight and gradient in the rows of this rank that are padding, and real rows, after training."""
-    model, _ = trained(case)
+    model = build(case)
+    steps_of(model, case)
     worst_w = worst_g = 0.0
     real = 0
     for stage in model.stages.values():

@@ -1,0 +1,59 @@
+"""bfloat16 with float32 masters follows float32; small steps are not rounded away."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from isotron.core.mesh import ALONE
+from isotron.core.parallel.plan import Layout
+from isotron.train.verify import Case, microbatches
+from tests.matrix import MODELS
+from tests.ranks import bodies
+
+ALONE_LAYOUT = Layout(dp=1, make_vocab_size_divisible_by=8)
+
+
+def losses(case: Case) -> list[float]:
+    return [result.loss for result in bodies.steps_of(bodies.build(case), case, lr=1e-3)]
+
+
+@pytest.mark.parametrize("model", ["gpt", "llama", "llama-tied"])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_bfloat16_follows_float32(model: str, recompute: str) -> None:
+    case = Case(MODELS[model], replace(ALONE_LAYOUT, recompute=recompute), sequence=16)
+    wide, narrow = (losses(replace(case, dtype=dtype)) for dtype in ("float32", "bfloat16"))
+    assert wide[-1] != wide[0]
+    for a, b in zip(narrow, wide, strict=True):
+        assert abs(a - b) <= 2e-2 * abs(b)
+
+
+def test_float32_follows_float64() -> None:
+    case = Case(MODELS["gpt"], ALONE_LAYOUT, sequence=16, steps=10)
+    for step, (a, b) in enumerate(zip(losses(replace(case, dtype="float32")), losses(case), strict=True)):
+        assert abs(a - b) <= (1e-6 if step == 0 else 1e-4) * abs(b)
+
+
+@pytest.mark.parametrize("model", ["gpt", "llama"])
+def test_norm_gains_move_in_bfloat16(model: str) -> None:
+    """A step of 1e-4 is a twentieth (downward) or fortieth (upward) of half a unit in the last place of 1.0."""
+    case = Case(MODELS[model], ALONE_LAYOUT, sequence=16, steps=45, dtype="bfloat16")
+    built = bodies.build(case)
+    gains = {n: p for n, p in built.stages[0].module.named_parameters() if "norm" in n and n.endswith("weight")}
+    for p in gains.values():
+        p.data.fill_(1.0)
+    bodies.steps_of(built, case, lr=1e-4, same_data=True)
+    moved = sum(int((p != 1).sum()) for p in gains.values())
+    assert moved > 0.3 * sum(p.numel() for p in gains.values())
+
+
+def test_gradients_are_wide() -> None:
+    case = Case(MODELS["gpt"], ALONE_LAYOUT, sequence=16, dtype="bfloat16")
+    model = bodies.build(case)
+    stage = model.stages[0]
+    assert stage.flat.grads.dtype is torch.float32 and stage.flat.weights.dtype is torch.bfloat16
+    model.forward_backward(microbatches(case, 0, ALONE), 0.1)
+    assert all(p.dtype is torch.bfloat16 and p.grad is None for p in stage.module.parameters())
+    assert stage.flat.grads.any()
