@@ -30,9 +30,9 @@ from tests.matrix import MODELS
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "communication.md").read_text(encoding="utf-8")
 TRACED = (
-    "start_all_reduce start_all_gather start_reduce_scatter start_reduce_flat start_gather_flat exchange broadcast "
-    "barrier gather_json broadcast_json"
-).split()
+    *("start_all_reduce", "start_all_gather", "start_reduce_scatter", "start_reduce_flat", "start_gather_flat"),
+    *("exchange", "broadcast", "barrier", "gather_json", "broadcast_json"),
+)
 Call = tuple[str, tuple[str, ...], str]
 
 LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
