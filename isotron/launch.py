@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import Store
 
+JOIN_SECONDS = 600.0  # how long processes may take to find each other, however long a collective may wait later
+
 __all__ = [
     "Pool",
     "RanksFailed",
@@ -179,7 +181,7 @@ def _store(world: World, timeout: float) -> Store:
         port,
         world.size,
         is_master=world.rank == 0 and not agent_has_it,
-        timeout=timedelta(seconds=timeout),
+        timeout=timedelta(seconds=min(timeout, JOIN_SECONDS)),
         wait_for_workers=False,
     )
 

@@ -26,6 +26,8 @@ from isotron.core.errors import Refused
 
 STORE_VARIABLE = "ISOTRON_STORE"
 GRACE_SECONDS = 3.0  # how long the others may go on once one has failed
+EXIT_SIGNALLED = 143  # what a rank returns that was told to stop and has saved: no failure
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 @dataclass(frozen=True)
@@ -63,9 +65,10 @@ class Rank:
 def run_local(target: str, world: int, args: tuple[Any, ...] = ()) -> int:
     """Runs `target` ("module:function") with `args` on `world` processes of this machine; returns the exit code.
 
-    An int that the function returns is its exit code, anything else is 0. A world of 1 runs in place. SIGTERM and
-    SIGINT are passed on, a second one kills. Raises `Refused` where that is what a rank raised; any other failure is
-    printed with the rank's number: its exit code is returned, or 128 + the signal that ended it.
+    An int that the function returns is its exit code, anything else is 0; 143 says that it stopped as it was told to,
+    and is returned once all have ended. A world of 1 runs in place. SIGTERM, SIGINT and SIGUSR1 are passed on, a second
+    SIGTERM or SIGINT kills. Raises `Refused` where that is what a rank raised; any other failure is printed with the
+    rank's number: its exit code is returned, or 128 + the signal that ended it.
     """
     processes.check_platform()
     if world == 1:
@@ -74,7 +77,7 @@ def run_local(target: str, world: int, args: tuple[Any, ...] = ()) -> int:
     directory = tempfile.mkdtemp(prefix="isotron-run-")
     ranks: list[Rank] = []
     try:
-        with _forwarding(ranks):
+        with _forwarding(ranks) as seen:
             for number in range(world):
                 ranks.append(_start(number, world, target, args, directory))
             first = _watch(ranks)
@@ -83,7 +86,9 @@ def run_local(target: str, world: int, args: tuple[Any, ...] = ()) -> int:
             processes.kill(rank.process)
             rank.pipe.close()
         shutil.rmtree(directory, ignore_errors=True)
-    return 0 if first is None else _verdict(first, ranks)
+    if first is not None:
+        return _told_to_stop(first, seen) or _verdict(first, ranks)
+    return EXIT_SIGNALLED if any(rank.code == EXIT_SIGNALLED for rank in ranks) else 0
 
 
 def threads_per_process(world: int) -> int:
@@ -113,23 +118,27 @@ def _start(number: int, world: int, target: str, args: tuple[Any, ...], director
 
 
 @contextlib.contextmanager
-def _forwarding(ranks: list[Rank]) -> Iterator[None]:
-    """Passes SIGTERM and SIGINT on to the children; the second one kills them."""
+def _forwarding(ranks: list[Rank]) -> Iterator[list[int]]:
+    """Passes stop signals on to the children and gives the list of those seen; a second SIGTERM or SIGINT kills.
+
+    SIGUSR1 is a scheduler's warning that the time is nearly up: SIGTERM follows, while the ranks are still saving.
+    """
     seen: list[int] = []
 
     def forward(signum: int, frame: object) -> None:
         seen.append(signum)
+        insists = signum != signal.SIGUSR1 and len([s for s in seen if s != signal.SIGUSR1]) > 1
         for rank in ranks:
             with contextlib.suppress(ProcessLookupError):
                 if rank.process.pid is not None and rank.code is None:
-                    os.kill(rank.process.pid, signum if len(seen) == 1 else signal.SIGKILL)
+                    os.kill(rank.process.pid, signal.SIGKILL if insists else signum)
 
     if threading.current_thread() is not threading.main_thread():  # only the main thread may set handlers
-        yield
+        yield seen
         return
-    before = {number: signal.signal(number, forward) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {number: signal.signal(number, forward) for number in STOP_SIGNALS}
     try:
-        yield
+        yield seen
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -149,12 +158,27 @@ def _watch(ranks: list[Rank]) -> Rank | None:
         for rank in ended:
             _take_end(rank)
             waiting.remove(rank)
-        failed = [rank for rank in ended if rank.code != 0]
+        failed = [rank for rank in ended if not _stopped_well(rank) and rank.code != 0]
         if failed and first is None:
             # one that died without a word is the cause; one with a report may only have lost its peer
             first = min(failed, key=lambda rank: (rank.report is not None, rank.number))
             deadline = time.monotonic() + GRACE_SECONDS
     return first
+
+
+def _stopped_well(rank: Rank) -> bool:
+    """Whether the rank's function returned because it was told to stop; the others save with it and follow."""
+    return rank.code == EXIT_SIGNALLED and rank.report is not None and not rank.report.failure
+
+
+def _told_to_stop(first: Rank, seen: list[int]) -> int:
+    """128 + the signal, where a signal that was passed on ended a rank that had no handler (yet); else 0."""
+    ended_by = -(first.code or 0)
+    if ended_by <= 0 or ended_by not in seen:
+        return 0
+    name = signal.Signals(ended_by).name
+    print(f"isotron: ended by {name}", file=sys.stderr, flush=True)
+    return 128 + ended_by
 
 
 def _take_end(rank: Rank) -> None:

@@ -12,14 +12,25 @@ class TrainConfig:
     """Batch sizes, length of the run, precision and device."""
 
     micro_batch_size: int = option(1, "sequences per forward pass on one data-parallel rank", unit="sequences")
-    global_batch_size: int = option(0, "sequences per step over all ranks; 0 means micro_batch_size x dp", unit="sequences")
+    global_batch_size: int = option(
+        0, "sequences per step over all ranks; 0 means micro_batch_size x dp", unit="sequences"
+    )
     train_iters: int = option(0, "steps to train", unit="steps")
     eval_interval: int = option(0, "steps between evaluations; 0 means only after the last step", unit="steps")
     eval_iters: int = option(10, "batches of global_batch_size per evaluation; 0 means no evaluation")
     seed: int = option(1234, "seed of weights, dropout and data order")
-    dtype: str = option("float32", "of weights and activations; 16-bit types keep float32 masters", choices=("float64", "float32", "bfloat16", "float16"))
+    dtype: str = option(
+        "float32",
+        "of weights and activations; 16-bit types keep float32 masters",
+        choices=("float64", "float32", "bfloat16", "float16"),
+    )
     device: str = option("auto", "auto is cuda where there is one", choices=("auto", "cpu", "cuda"))
-    check_interval: int = option(100, "steps between checks that replicated weights are equal on all ranks; 0 means never", unit="steps")
+    check_interval: int = option(
+        100, "steps between checks that replicated weights are equal on all ranks; 0 means never", unit="steps"
+    )
+    stuck_after_s: float = option(
+        1800.0, "no step for this long ends the run with exit code 75; 0 means never", unit="seconds"
+    )
 
 
 @dataclass(frozen=True)

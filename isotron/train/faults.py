@@ -9,6 +9,7 @@ What all ranks must do together is decided from values that are equal on all of 
 | 2    | the run was refused before it started                                                                      |
 | 75   | no step for too long: the stacks of all threads were printed; start it again, it resumes                   |
 | 143  | SIGTERM, SIGUSR1 or SIGINT: stopped between two steps and saved; the same command goes on from there       |
+| 128+ | the number of the signal that ended a process, 137 for SIGKILL: nothing was saved after the last checkpoint |
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ EXIT_SIGNALLED = 143
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 MAX_CONSECUTIVE_SKIPS = 20
 PHASE_FACTOR = 4.0
+NEVER_SECONDS = 30 * 24 * 3600.0
 
 
 class StopSignal:

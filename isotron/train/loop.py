@@ -1,7 +1,7 @@
 """The training loop: asks for each step's microbatches, takes the step, and hangs everything else on it.
 
-One step is `step.py`. Around it: metrics, checks, evaluation, checkpoints, and the decision to stop, which all ranks take
-together.
+One step is `step.py`. Around it: metrics, checks, evaluation, checkpoints, and the decision to stop, which all ranks
+take together.
 """
 
 from __future__ import annotations
@@ -25,14 +25,18 @@ from isotron.train.step import StepResult, train_step
 
 @dataclass
 class Run:
-    """A state in progress with what feeds it and what it reports to."""
+    """A state in progress with what feeds it and what it reports to.
+
+    `saves`: the directory of checkpoints. `saved_step`: the step whose checkpoint is there, -1 for none.
+    """
 
     state: TrainState
     train_data: Sequence[Any]
     valid_data: Sequence[Any] | None
     eod: int | None
     tokenizer_files: dict[str, bytes | Path]
-    directory: Path
+    saves: Path
+    saved_step: int
     metrics: Metrics
     stop: StopSignal
     watchdog: Watchdog
@@ -43,7 +47,14 @@ class Run:
         cfg, mesh = self.state.config, self.state.model.mesh
         dp = mesh.group("dp")
         found = microbatches(
-            data, consumed, cfg.train.global_batch_size, cfg.train.micro_batch_size, dp.index, dp.size, cfg.data, self.eod
+            data,
+            consumed,
+            cfg.train.global_batch_size,
+            cfg.train.micro_batch_size,
+            dp.index,
+            dp.size,
+            cfg.data,
+            self.eod,
         )
         return [b.to(self.state.model.device) for b in found]
 
@@ -51,22 +62,20 @@ class Run:
 def train(run: Run) -> int:
     """Train to `train_iters`; returns the exit code. A checkpoint of the last step is always written."""
     state, cfg = run.state, run.state.config
-    size = cfg.train.global_batch_size
-    last_saved = state.step if state.step else -1
-    remaining = range(state.consumed_samples, cfg.train.train_iters * size, size)
-    with Prefetcher(lambda consumed: run.batches(run.train_data, consumed), remaining) as feed:
+    size, first = cfg.train.global_batch_size, state.consumed_samples
+    remaining = range(first, first + (cfg.train.train_iters - state.step) * size, size)
+    with Prefetcher(run.batches(run.train_data, consumed) for consumed in remaining) as feed:
         for batches in feed:
             one_step(run, batches)
             stopping = run.stop.agreed(state.ranks.group)
             if stopping or _due(state.step, cfg.checkpoint.save_interval) or state.step == cfg.train.train_iters:
                 save(run)
-                last_saved = state.step
             if stopping:
-                run.metrics.event("stopped by signal", step=state.step)
+                run.metrics.event("stopped", signal=run.stop.name)
                 return EXIT_SIGNALLED
             if run.valid_data is not None and _due(state.step, cfg.train.eval_interval):
                 evaluate(run)
-    if last_saved != state.step:
+    if run.saved_step != state.step:
         save(run)
     if run.valid_data is not None and not _due(state.step, cfg.train.eval_interval):
         evaluate(run)
@@ -78,7 +87,7 @@ def one_step(run: Run, batches: Sequence[Any]) -> None:
     state, cfg = run.state, run.state.config
     started = time.perf_counter()
     scale = state.scaler.scale
-    result = train_step(state.model, state.optimizer, state.scaler, cfg.schedule, batches)
+    result = train_step(state.model, state.optimizer, state.scaler, state.schedule, batches)
     devices.synchronize(state.model.device)
     seconds = time.perf_counter() - started
     state.step += 1
@@ -87,7 +96,8 @@ def one_step(run: Run, batches: Sequence[Any]) -> None:
     state.skipped += result.skipped
     run.watchdog.beat(state.step)
     run.metrics.step(_record(run, result, seconds, scale, first))
-    run.guard.check(result.loss, result.grad_norm, result.skipped, state.step)
+    scale_can_fall = state.scaler.dynamic and state.scaler.scale > state.scaler.floor
+    run.guard.check(result.loss, result.grad_norm, result.skipped, state.step, scale_can_fall)
     if _due(state.step, cfg.train.check_interval):
         _check_replicas(state)
 
@@ -114,7 +124,8 @@ def _record(run: Run, result: StepResult, seconds: float, scale: float, first: i
 def save(run: Run) -> None:
     """Write a checkpoint; the watchdog knows that this may take long."""
     with run.watchdog.phase("save"):
-        save_state(run.state, run.directory, run.tokenizer_files)
+        save_state(run.state, run.saves, run.tokenizer_files)
+    run.saved_step = run.state.step
 
 
 def evaluate(run: Run) -> float:

@@ -1,13 +1,13 @@
 """One rank of `isotron train`: from a finished config to a running loop.
 
-Called in place for one process, by `launch.run_local` or by torchrun for several. Everything it starts is torn down again,
-so it can be called repeatedly in one process.
+Called in place for one process, by `launch.run_local` or by torchrun for several. Everything that `main` starts is torn
+down again, so it can be called repeatedly in one process; `run` does the same in a process group of the caller.
 """
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -19,33 +19,46 @@ from isotron.core.errors import refuse
 from isotron.core.mesh import AXES, Mesh
 from isotron.core.optim.adamw import AdamW
 from isotron.core.parallel.model import ParallelModel
+from isotron.core.peaks import peak_flops
 from isotron.core.precision.scaler import LossScaler
-from isotron.data.gpt_dataset import build_datasets
+from isotron.data.build import build_segments
 from isotron.launch import World, from_environment, init_distributed, shutdown
 from isotron.tokenizers.base import Tokenizer
 from isotron.tokenizers.build import build_tokenizer
-from isotron.train.faults import FiniteGuard, StopSignal, Watchdog
+from isotron.train.faults import NEVER_SECONDS, PHASE_FACTOR, FiniteGuard, StopSignal, Watchdog
 from isotron.train.loop import Run, train
 from isotron.train.metrics import Metrics
 from isotron.train.state import GroupRanks, TrainState, find_checkpoint, load_state
 
 
-def main(config: RunConfig, run_dir: str, stuck_after: float = 1800.0) -> int:
-    """Train as `config` says, on this rank; returns the exit code. `run_dir`: where metrics and checkpoints go."""
+def main(config: RunConfig, run_dir: str) -> int:
+    """Train as `config` says, on this rank; returns the exit code. `run_dir`: of metrics, and of saves by default."""
     world = from_environment() or World()
     device = devices.resolve(config.train.device, world.local_rank)
-    init_distributed(world, device)
+    init_distributed(world, device, collective_timeout(config.train.stuck_after_s))
     try:
-        with ExitStack() as stack:
-            return train(_prepare(config, Path(run_dir), world, device, stack, stuck_after))
+        return run(config, run_dir, world)
     finally:
         shutdown()
 
 
-def _prepare(
-    config: RunConfig, directory: Path, world: World, device: Any, stack: ExitStack, stuck_after: float
-) -> Run:
+def run(config: RunConfig, run_dir: str, world: World) -> int:
+    """`main` in a default process group that exists already and stays; so do the groups made for the layout's axes."""
+    device = devices.resolve(config.train.device, world.local_rank)
+    with ExitStack() as stack:
+        return train(_prepare(config, Path(run_dir), world, device, stack))
+
+
+def collective_timeout(stuck_after_s: float) -> float:
+    """Seconds that a collective may wait: the watchdog, which says what is stuck, must be first in any phase."""
+    return (PHASE_FACTOR + 1) * stuck_after_s if stuck_after_s else NEVER_SECONDS
+
+
+def _prepare(config: RunConfig, directory: Path, world: World, device: Any, stack: ExitStack) -> Run:
     say: Callable[[str], None] = print if world.rank == 0 else lambda _: None
+    stop = stack.enter_context(
+        StopSignal(device)
+    )  # first of all: a signal while the run is built stops it after a step
     tokenizer = _tokenizer(config)
     config = with_vocabulary(config, tokenizer)
     layout = config.layout
@@ -55,22 +68,24 @@ def _prepare(
     optimizer = AdamW(model.views(), config.optim)
     state = TrainState(config, model, optimizer, LossScaler.for_run(config.train.dtype, config.optim))
     say(f"isotron: {model.count_parameters():,} parameters on {mesh.size} rank(s): {_describe(config)}")
-    resume(state, say)
-    state.segments = extended(state.segments, config.train.train_iters * config.train.global_batch_size)
-    check_space(state, directory)
-    train_data, valid_data = datasets(state, say)
+    loaded = resume(state, say)
+    state.segments = extended(state.segments, needed_samples(state))
+    saves = Path(config.checkpoint.save or directory)
+    check_space(state, saves)
+    eod = None if tokenizer is None else tokenizer.eod
+    train_data, valid_data = datasets(state, eod, say)
     if world.rank == 0:
         directory.mkdir(parents=True, exist_ok=True)
         (directory / "config.toml").write_text(to_toml(config), encoding="utf-8")
     files = tokenizer_files(tokenizer, Path(stack.enter_context(tempfile.TemporaryDirectory())))
     metrics = Metrics(directory, config.log, world.rank == 0, state.step)
     stack.callback(metrics.close)
-    stop = stack.enter_context(StopSignal())
-    watchdog = stack.enter_context(Watchdog(stuck_after, world.rank))
-    metrics.start(state.step, config.train.train_iters, mesh.size, config.layout)
-    eod = None if tokenizer is None else tokenizer.eod
+    watchdog = stack.enter_context(Watchdog(config.train.stuck_after_s, world.rank))
+    peak = peak_flops(devices.device_name(device), config.train.dtype)
+    metrics.start(state.step, config.train.train_iters, mesh.size, config.layout, peak)
     guard = FiniteGuard(state.skipped)
-    return Run(state, train_data, valid_data, eod, files, directory, metrics, stop, watchdog, guard)
+    saved = state.step if loaded is not None and loaded.resolve().parent == saves.resolve() else -1
+    return Run(state, train_data, valid_data, eod, files, saves, saved, metrics, stop, watchdog, guard)
 
 
 def _describe(config: RunConfig) -> str:
@@ -100,14 +115,17 @@ def with_vocabulary(config: RunConfig, tokenizer: Tokenizer | None) -> RunConfig
     return changed(config, vocab_size=size)
 
 
-def resume(state: TrainState, say: Callable[[str], None]) -> None:
-    """Load the newest checkpoint of `load`; when load is also where checkpoints go and holds nothing, a run begins."""
+def resume(state: TrainState, say: Callable[[str], None]) -> Path | None:
+    """Load the newest complete checkpoint of `load` and return its directory.
+
+    When `load` is also where checkpoints go and holds nothing, a run begins.
+    """
     wanted = state.config.checkpoint
     if not wanted.load:
-        return
+        return None
     ranks = GroupRanks(state.model.mesh.group(*AXES))
     exists = ranks.broadcast_json(Path(wanted.load).exists())
-    found = find_checkpoint(wanted.load, ranks) if exists else None
+    found = find_checkpoint(wanted.load, ranks, say) if exists else None
     if found is not None:
         load_state(state, found)
         say(f"isotron: resumed from {found} at step {state.step}, {state.consumed_samples} samples consumed")
@@ -119,6 +137,13 @@ def resume(state: TrainState, say: Callable[[str], None]) -> None:
             "there is no complete checkpoint",
             "the directory of a run that has saved, or leave --load out to start a new run",
         )
+    return found
+
+
+def needed_samples(state: TrainState) -> int:
+    """Samples from the start of the data order to the end of this run; the global batch may have changed on the way."""
+    train = state.config.train
+    return state.consumed_samples + max(0, train.train_iters - state.step) * train.global_batch_size
 
 
 def extended(segments: list[int], needed: int) -> list[int]:
@@ -127,33 +152,12 @@ def extended(segments: list[int], needed: int) -> list[int]:
     return [*segments, missing] if missing > 0 or not segments else list(segments)
 
 
-class Segments(Sequence[Any]):
-    """Datasets one after the other, each counted with the number of samples it was built for."""
-
-    def __init__(self, parts: list[tuple[int, Any]]) -> None:
-        self.parts = parts
-
-    def __len__(self) -> int:
-        return sum(n for n, _ in self.parts)
-
-    def __getitem__(self, index: Any) -> Any:
-        for count, data in self.parts:
-            if index < count:
-                return data[index]
-            index -= count
-        raise IndexError(index)
-
-
-def datasets(state: TrainState, say: Callable[[str], None]) -> tuple[Segments, Any]:
+def datasets(state: TrainState, eod: int | None, say: Callable[[str], None]) -> tuple[Any, Any]:
     """Training data in the order that the checkpoint froze, and validation data."""
     cfg, train = state.config, state.config.train
     held_out = train.eval_iters * train.global_batch_size
-    parts, valid = [], None
-    for i, count in enumerate(state.segments):
-        data, found = build_datasets(cfg.data, cfg.train.seed + i, (count, held_out if i == 0 else 0), say)
-        parts.append((count, data))
-        valid = found if i == 0 else valid
-    return Segments(parts), valid
+    vocab = cfg.model.vocab_size
+    return build_segments(cfg.data, train.seed, state.segments, held_out, say, vocab_size=vocab, eod=eod)
 
 
 def check_space(state: TrainState, directory: Path) -> None:
@@ -177,5 +181,3 @@ def tokenizer_files(tokenizer: Tokenizer | None, scratch: Path) -> dict[str, byt
         return {}
     tokenizer.save(scratch)
     return {f"tokenizer/{p.name}": p for p in sorted(scratch.iterdir())}
-
-

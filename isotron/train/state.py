@@ -6,8 +6,8 @@ state, each element by one rank. Everything else is a few numbers in the manifes
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from isotron.core.checkpoint.weights import load_weights
 from isotron.core.errors import refuse
 from isotron.core.mesh import AXES, Group
 from isotron.core.optim.adamw import AdamW
+from isotron.core.optim.schedules import ScheduleConfig
 from isotron.core.parallel.model import ParallelModel
 from isotron.core.parallel.replicas import unequal_replicas
 from isotron.core.precision.scaler import LossScaler
@@ -69,6 +70,12 @@ class TrainState:
     segments: list[int] = field(default_factory=list)
 
     @property
+    def schedule(self) -> ScheduleConfig:
+        """The schedule with its length filled in: it ends with the run unless told otherwise."""
+        given = self.config.schedule
+        return replace(given, lr_decay_iters=given.lr_decay_iters or self.config.train.train_iters)
+
+    @property
     def ranks(self) -> GroupRanks:
         """The world, as checkpoints see it."""
         return GroupRanks(self.model.mesh.group(*AXES))
@@ -98,11 +105,14 @@ def save_state(state: TrainState, directory: Path, tokenizer_files: dict[str, by
     return save_checkpoint(directory, state.step, saved_tensors(state), meta, state.ranks, keep, tokenizer_files)
 
 
-def find_checkpoint(path: str, ranks: GroupRanks) -> Path | None:
-    """The step directory to resume from, as rank 0 sees it, agreed by all ranks and checked to be visible to each."""
+def find_checkpoint(path: str, ranks: GroupRanks, say: Callable[[str], None]) -> Path | None:
+    """The step directory to resume from, as rank 0 sees it, agreed by all ranks and checked to be visible to each.
+
+    `say` hears of damaged checkpoints that were passed over.
+    """
 
     def on_first() -> str | None:
-        found = find(path, hashes=True) if ranks.rank == 0 else None
+        found = find(path, say, hashes=True) if ranks.rank == 0 else None
         return None if found is None else str(found)
 
     found, _ = together(ranks, f"load from {path}", on_first)
