@@ -47,7 +47,9 @@ def test_groups_along_an_axis_partition_the_world(sizes: dict[str, int]) -> None
     for rank in range(world):
         assert rank_of(coordinate_of(rank, sizes), sizes) == rank
     for axis in AXES:
-        members = Counter(rank for ranks in {Mesh(r, **sizes).ranks_along(axis) for r in range(world)} for rank in ranks)
+        members = Counter(
+            rank for ranks in {Mesh(r, **sizes).ranks_along(axis) for r in range(world)} for rank in ranks
+        )
         assert members == Counter(range(world))
     for rank in range(world):
         mesh = Mesh(rank, **sizes)

@@ -81,7 +81,9 @@ def test_swiglu() -> None:
     assert torch.autograd.gradcheck(swiglu, (x.transpose(0, 1),))
 
 
-@pytest.mark.parametrize("make", [lambda: GatedMLP(4, 6), lambda: MLP(4, 6, "gelu", True), lambda: MLP(4, 6, "gelu_tanh", True)])
+@pytest.mark.parametrize(
+    "make", [lambda: GatedMLP(4, 6), lambda: MLP(4, 6, "gelu", True), lambda: MLP(4, 6, "gelu_tanh", True)]
+)
 def test_recomputing_the_activation_changes_nothing(make: object) -> None:
     mlp, x = with_weights(make().double()), random(2, 3, 4)  # type: ignore[operator]
     inputs = [x, *mlp.parameters()]

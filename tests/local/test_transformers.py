@@ -70,7 +70,12 @@ def gpt_twin() -> Any:
 def gpt_names(get: Any, i: int) -> dict[str, Tensor]:
     """Their weights are inputs x outputs."""
     h = f"transformer.h.{i}."
-    theirs = {"attention.qkv": "attn.c_attn", "attention.out": "attn.c_proj", "mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"}
+    theirs = {
+        "attention.qkv": "attn.c_attn",
+        "attention.out": "attn.c_proj",
+        "mlp.up": "mlp.c_fc",
+        "mlp.down": "mlp.c_proj",
+    }
     found = {f"{a}.weight": get(f"{h}{b}.weight").t() for a, b in theirs.items()}
     found |= {f"{a}.bias": get(f"{h}{b}.bias") for a, b in theirs.items()}
     for a, b in {"attention_norm": "ln_1", "mlp_norm": "ln_2"}.items():
@@ -78,7 +83,11 @@ def gpt_names(get: Any, i: int) -> dict[str, Tensor]:
     return found
 
 
-LLAMA_ENDS = {"embed.weight": "model.embed_tokens.weight", "norm.weight": "model.norm.weight", "head.weight": "lm_head.weight"}
+LLAMA_ENDS = {
+    "embed.weight": "model.embed_tokens.weight",
+    "norm.weight": "model.norm.weight",
+    "head.weight": "lm_head.weight",
+}
 GPT_ENDS = {
     "embed.weight": "transformer.wte.weight",
     "positions.weight": "transformer.wpe.weight",
@@ -147,7 +156,9 @@ def _copy_fused(theirs: Any, family: str, module: Any) -> None:
             qkv = module.get_parameter(f"layers.{i}.attention.qkv.weight").split([96, 24, 24])
             for letter, part in zip("qkv", qkv, strict=True):
                 named[f"model.layers.{i}.self_attn.{letter}_proj.weight"].copy_(part)
-            for which, part in zip(("gate", "up"), module.get_parameter(f"layers.{i}.mlp.gate_up.weight").chunk(2), strict=True):
+            for which, part in zip(
+                ("gate", "up"), module.get_parameter(f"layers.{i}.mlp.gate_up.weight").chunk(2), strict=True
+            ):
                 named[f"model.layers.{i}.mlp.{which}_proj.weight"].copy_(part)
         else:
             for a, b in {"attention.qkv": "attn.c_attn", "attention.out": "attn.c_proj", "mlp.up": "mlp.c_fc",

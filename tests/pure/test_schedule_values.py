@@ -61,7 +61,9 @@ def test_no_warm_up_and_a_fraction() -> None:
 
 @pytest.mark.parametrize("style, quarter", [("linear", 0.1 + 0.2 * 0.25), ("cosine", 0.1 + 0.1 * (1 - math.sqrt(0.5)))])
 def test_weight_decay_ramps(style: str, quarter: float) -> None:
-    cfg = ScheduleConfig(start_weight_decay=0.1, end_weight_decay=0.3, weight_decay_incr_style=style, lr_decay_iters=100)
+    cfg = ScheduleConfig(
+        start_weight_decay=0.1, end_weight_decay=0.3, weight_decay_incr_style=style, lr_decay_iters=100
+    )
     assert weight_decay(cfg, 25) == pytest.approx(quarter)
     assert weight_decay(cfg, 50) == pytest.approx(0.2)
     assert weight_decay(cfg, 100) == weight_decay(cfg, 200) == pytest.approx(0.3)

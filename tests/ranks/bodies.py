@@ -54,6 +54,13 @@ def steps_of(
     return results
 
 
+def tied_runs(case: Case) -> tuple[dict[str, int], list[tuple[tuple[int, ...], tuple[int, ...]]]]:
+    """Where this rank is, and which rows of the tied embedding it steps."""
+    model = build(case)
+    views = [view for view in model.views() if view.placed.name == "embed.weight"]
+    return model.mesh.coordinate, [(view.box.offset, view.box.shape) for view in views]
+
+
 def with_layout(case: Case, **changes: Any) -> Case:
     """The case in a changed layout."""
     return replace(case, layout=replace(case.layout, **changes))
@@ -117,7 +124,10 @@ def perturbed_first_document(case: Case) -> list[tuple[Tensor, Tensor]]:
     at = case.sequence // 3
     changed = batch.tokens.clone()
     changed[:, 1] = (changed[:, 1] + 1) % case.model.vocab_size
-    return [(_losses(model, b, 0, at), _losses(model, b, at, case.sequence)) for b in (batch, replace(batch, tokens=changed))]
+    return [
+        (_losses(model, b, 0, at), _losses(model, b, at, case.sequence))
+        for b in (batch, replace(batch, tokens=changed))
+    ]
 
 
 def _losses(model: ParallelModel, batch: Batch, start: int, stop: int) -> Tensor:

@@ -62,7 +62,9 @@ def test_dropout_masks_are_slices_of_the_same_whole(ranks: Ranks) -> None:
         seen: dict[str, list[torch.Tensor]] = {}
         for rank in ranks(asked.layout.world, bodies.dropout_masks, asked):
             for layer, _, (part, parts), (head, heads), mask in rank:
-                at = whole[layer].chunk(heads, 1)[head] if layer.endswith("core") else whole[layer].chunk(parts, 1)[part]
+                at = (
+                    whole[layer].chunk(heads, 1)[head] if layer.endswith("core") else whole[layer].chunk(parts, 1)[part]
+                )
                 assert torch.equal(mask, at), f"{name} {layer}"
                 seen.setdefault(layer, []).append(mask)
         assert seen.keys() == whole.keys()

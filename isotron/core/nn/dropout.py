@@ -34,7 +34,7 @@ class Dropout(nn.Module):
         _, s, d = x_BSD.shape
         at = torch.arange(s, device=x_BSD.device) + self.sequence[0] * s
         features = torch.arange(d, device=x_BSD.device)
-        return self._apply(x_BSD, sample_ids_B[:, None, None], at[:, None], features)
+        return self._drop(x_BSD, sample_ids_B[:, None, None], at[:, None], features)
 
     def on_probabilities(self, p_BHST: Tensor, sample_ids_B: Tensor) -> Tensor:
         """Drop attention probabilities of the local heads."""
@@ -44,8 +44,8 @@ class Dropout(nn.Module):
         device = p_BHST.device
         head = torch.arange(h, device=device) + self.heads[0] * h
         query, keys = torch.arange(s, device=device), torch.arange(t, device=device)
-        return self._apply(p_BHST, sample_ids_B[:, None, None, None], head[:, None, None], query[:, None], keys)
+        return self._drop(p_BHST, sample_ids_B[:, None, None, None], head[:, None, None], query[:, None], keys)
 
-    def _apply(self, x: Tensor, *coordinates: Tensor) -> Tensor:
+    def _drop(self, x: Tensor, *coordinates: Tensor) -> Tensor:
         keep = keep_mask(self.p, key(self.seed, self.name), *coordinates)
         return torch.where(keep, x * (1 / (1 - self.p)), 0.0)

@@ -1,0 +1,97 @@
+"""Attention against one written out head by head: grouped queries, documents, dropout, fused and explicit paths."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from isotron.core.batch import Batch
+from isotron.core.nn.attention import Attention, Causal
+from isotron.core.nn.context import Context
+from isotron.core.nn.dropout import Dropout
+from isotron.core.nn.rope import angles, rotate
+
+B, S, H, K, N, D = 2, 6, 4, 2, 4, 8
+
+
+def numbers(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64).requires_grad_()
+
+
+def context(isolate: bool) -> Context:
+    ids = torch.zeros(B, S, dtype=torch.int64)
+    docs = torch.tensor([[0, 0, 1, 1, 1, 2], [0, 0, 0, 0, 1, 1]]) if isolate else None
+    batch = Batch(ids, ids, torch.ones(B, S), torch.arange(S).expand(B, -1), torch.arange(B), docs)
+    return Context(batch, angles(batch.positions, N, 100.0, torch.float64))
+
+
+def written_out(q: Tensor, k: Tensor, v: Tensor, ctx: Context) -> Tensor:
+    out = torch.zeros(B, H, S, N, dtype=q.dtype)
+    docs = ctx.batch.doc_ids
+    for b in range(B):
+        for h in range(H):
+            for i in range(S):
+                seen = [j for j in range(i + 1) if docs is None or docs[b, j] == docs[b, i]]
+                g = h // (H // K)
+                scores = torch.stack([q[b, h, i] @ k[b, g, j] / math.sqrt(N) for j in seen])
+                out[b, h, i] = torch.softmax(scores, 0) @ v[b, g, seen]
+    return out
+
+
+@pytest.mark.parametrize("isolate", [False, True])
+@pytest.mark.parametrize("path", ["fused", "explicit", "recomputed"])
+def test_the_core(isolate: bool, path: str) -> None:
+    ctx, core = context(isolate), Causal(Dropout(0.5, "d")).eval()
+    q, k, v = numbers(B, H, S, N), numbers(B, K, S, N), numbers(B, K, S, N)
+    if path != "fused":  # dropout is on, and drops nothing
+        core.train()
+        core.dropout._drop = lambda x, *at: x  # type: ignore[method-assign]
+        core.recompute = path == "recomputed"
+    ours, plain = core(q, k, v, ctx), written_out(q, k, v, ctx)
+    assert torch.allclose(ours, plain, rtol=1e-10)
+    up = torch.randn_like(plain)
+    for a, b in zip(torch.autograd.grad(ours, (q, k, v), up), torch.autograd.grad(plain, (q, k, v), up), strict=True):
+        assert torch.allclose(a, b, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("isolate", [False, True])
+def test_the_fused_path_in_float32(isolate: bool) -> None:
+    ctx, core = context(isolate), Causal(Dropout(0.0, "d"))
+    q, k, v = numbers(B, H, S, N), numbers(B, K, S, N), numbers(B, K, S, N)
+    narrow = core(q.float(), k.float(), v.float(), ctx)
+    wide = written_out(q, k, v, ctx)
+    assert (narrow - wide).abs().max() < 1e-6 * wide.abs().max() * 4
+
+
+def test_recomputed_dropout_draws_the_same_mask() -> None:
+    found = []
+    q, k, v = numbers(B, H, S, N), numbers(B, K, S, N), numbers(B, K, S, N)
+    for recompute in (False, True):
+        core = Causal(Dropout(0.5, "d")).train()
+        core.recompute = recompute
+        found.append(torch.autograd.grad(core(q, k, v, context(False)).square().sum(), (q, k, v)))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_the_module_splits_q_k_v_and_rotates_queries_and_keys() -> None:
+    made = Attention(D, H, K, N, Dropout(0.0, "d"), bias=True).double()
+    for p in made.parameters():
+        p.data = numbers(*p.shape).detach()
+    ctx, x = context(False), numbers(B, S, D)
+    q, k, v = made.qkv(x).view(B, S, H + 2 * K, N).split([H, K, K], 2)
+    q, k = rotate(q, ctx.rope), rotate(k, ctx.rope)  # type: ignore[arg-type]
+    o = written_out(*(t.transpose(1, 2) for t in (q, k, v)), ctx)
+    want = torch.nn.functional.linear(o.transpose(1, 2).flatten(2), made.out.weight, made.out.bias)
+    assert torch.allclose(made(x, ctx), want, rtol=1e-10)
+
+
+def test_the_future_is_not_seen() -> None:
+    made = Attention(D, H, K, N, Dropout(0.0, "d"), bias=False).double()
+    for p in made.parameters():
+        p.data = numbers(*p.shape).detach()
+    x = numbers(B, S, D)
+    (dx,) = torch.autograd.grad(made(x, context(False))[:, 2].sum(), x)
+    assert dx[:, :3].any() and not dx[:, 3:].any()
