@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from isotron.core.errors import refuse
 from isotron.pool import Pool, RanksFailed, RanksLate, close_all, pool, run_ranks
-from isotron.processes import check_platform, end_with_launcher, shutdown
+from isotron.processes import check_platform, end_with_launcher, shutdown, stamp
 from isotron.supervise import STORE_VARIABLE, run_local
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ __all__ = [
     "run_local",
     "run_ranks",
     "shutdown",
+    "stamp",
 ]
 
 

@@ -129,6 +129,11 @@ def shutdown() -> None:
         dist.destroy_process_group()
 
 
+def stamp(error: BaseException) -> None:
+    """Notes when an error arose: tearing down its groups makes other ranks fail too, and theirs must come later."""
+    error.__dict__.setdefault("failed_at", time.time())
+
+
 def end_with_launcher() -> None:
     """For processes that another launcher started: end when it does, so that its crash leaves no orphan."""
     launcher = os.getppid()

@@ -44,11 +44,12 @@ class Job:
 
 @dataclass(frozen=True)
 class Report:
-    """How a child's function ended: an exit code, and why where that is not 0."""
+    """How a child's function ended: an exit code; where that is not 0, why, and when (seconds since the epoch)."""
 
     code: int
     refused: Refused | None = None
     failure: str = ""
+    at: float = field(default_factory=time.time)
 
 
 @dataclass
@@ -145,8 +146,12 @@ def _forwarding(ranks: list[Rank]) -> Iterator[list[int]]:
 
 
 def _watch(ranks: list[Rank]) -> Rank | None:
-    """Waits for all children; gives the first that failed, or None. After a failure the others get GRACE_SECONDS."""
-    first: Rank | None = None
+    """Waits for all children; gives the one that is the cause of a failure, or None.
+
+    After a failure the others get GRACE_SECONDS. A rank that died without a word is the cause; of those that report,
+    the one with the earliest error: the others may only have lost their peer.
+    """
+    failures: list[Rank] = []
     deadline: float | None = None
     waiting = list(ranks)
     while waiting:
@@ -159,11 +164,11 @@ def _watch(ranks: list[Rank]) -> Rank | None:
             _take_end(rank)
             waiting.remove(rank)
         failed = [rank for rank in ended if not _stopped_well(rank) and rank.code != 0]
-        if failed and first is None:
-            # one that died without a word is the cause; one with a report may only have lost its peer
-            first = min(failed, key=lambda rank: (rank.report is not None, rank.number))
+        if failed and deadline is None:
             deadline = time.monotonic() + GRACE_SECONDS
-    return first
+            failures = [rank for rank in failed if rank.report is None]  # a later one may have died of the first
+        failures += [rank for rank in failed if rank.report is not None]
+    return min(failures, key=lambda rank: rank.report.at if rank.report else 0.0, default=None)
 
 
 def _stopped_well(rank: Rank) -> bool:
@@ -237,11 +242,19 @@ def _report(job: Job) -> Report:
     try:
         result = processes.find(job.target)(*job.args)
         return Report(result if isinstance(result, int) else 0)
-    except Refused as refused:
-        return Report(refused.exit_code, refused=refused)
-    except SystemExit as leave:
-        return Report(leave.code if isinstance(leave.code, int) else int(leave.code is not None), failure=str(leave))
-    except KeyboardInterrupt:
-        return Report(130, failure="interrupted")
+    except BaseException as error:
+        processes.stamp(error)
+        return _failed(error)
     finally:
         processes.shutdown()
+
+
+def _failed(error: BaseException) -> Report:
+    at = float(error.__dict__["failed_at"])
+    if isinstance(error, Refused):
+        return Report(error.exit_code, refused=error, at=at)
+    if isinstance(error, SystemExit):
+        return Report(error.code if isinstance(error.code, int) else int(error.code is not None), None, str(error), at)
+    if isinstance(error, KeyboardInterrupt):
+        return Report(130, None, "interrupted", at)
+    return Report(1, None, traceback.format_exc(), at)

@@ -22,7 +22,7 @@ from isotron.core.parallel.model import ParallelModel
 from isotron.core.peaks import peak_flops
 from isotron.core.precision.scaler import LossScaler
 from isotron.data.build import build_segments
-from isotron.launch import World, from_environment, init_distributed, shutdown
+from isotron.launch import World, from_environment, init_distributed, shutdown, stamp
 from isotron.tokenizers.base import Tokenizer
 from isotron.tokenizers.build import build_tokenizer
 from isotron.train.faults import NEVER_SECONDS, PHASE_FACTOR, FiniteGuard, StopSignal, Watchdog
@@ -38,6 +38,9 @@ def main(config: RunConfig, run_dir: str) -> int:
     init_distributed(world, device, collective_timeout(config.train.stuck_after_s))
     try:
         return run(config, run_dir, world)
+    except BaseException as error:
+        stamp(error)
+        raise
     finally:
         shutdown()
 
@@ -45,8 +48,11 @@ def main(config: RunConfig, run_dir: str) -> int:
 def run(config: RunConfig, run_dir: str, world: World) -> int:
     """`main` in a default process group that exists already and stays; so do the groups made for the layout's axes."""
     device = devices.resolve(config.train.device, world.local_rank)
-    with ExitStack() as stack:
-        return train(_prepare(config, Path(run_dir), world, device, stack))
+    # before all else: a signal while the run is built stops it after its first step, and building may hang too
+    with StopSignal(device) as stop, Watchdog(config.train.stuck_after_s, world.rank) as watchdog, ExitStack() as stack:
+        with watchdog.phase("start"):
+            ready = _prepare(config, Path(run_dir), world, device, stop, watchdog, stack)
+        return train(ready)
 
 
 def collective_timeout(stuck_after_s: float) -> float:
@@ -54,11 +60,16 @@ def collective_timeout(stuck_after_s: float) -> float:
     return (PHASE_FACTOR + 1) * stuck_after_s if stuck_after_s else NEVER_SECONDS
 
 
-def _prepare(config: RunConfig, directory: Path, world: World, device: Any, stack: ExitStack) -> Run:
+def _prepare(
+    config: RunConfig,
+    directory: Path,
+    world: World,
+    device: Any,
+    stop: StopSignal,
+    watchdog: Watchdog,
+    stack: ExitStack,
+) -> Run:
     say: Callable[[str], None] = print if world.rank == 0 else lambda _: None
-    stop = stack.enter_context(
-        StopSignal(device)
-    )  # first of all: a signal while the run is built stops it after a step
     tokenizer = _tokenizer(config)
     config = with_vocabulary(config, tokenizer)
     layout = config.layout
@@ -80,7 +91,6 @@ def _prepare(config: RunConfig, directory: Path, world: World, device: Any, stac
     files = tokenizer_files(tokenizer, Path(stack.enter_context(tempfile.TemporaryDirectory())))
     metrics = Metrics(directory, config.log, world.rank == 0, state.step)
     stack.callback(metrics.close)
-    watchdog = stack.enter_context(Watchdog(config.train.stuck_after_s, world.rank))
     peak = peak_flops(devices.device_name(device), config.train.dtype)
     metrics.start(state.step, config.train.train_iters, mesh.size, config.layout, peak)
     guard = FiniteGuard(state.skipped)

@@ -48,6 +48,23 @@ def test_resumed_equals_uninterrupted_bitwise(
         assert second == {step: first[step] for step in second}, key
 
 
+def test_a_falling_loss_scale_goes_on_bitwise(ranks: Any, tmp_path: Path, words: str) -> None:
+    whole, rest = str(tmp_path / "whole"), str(tmp_path / "rest")
+    half = {"dtype": "float16", "initial_loss_scale": 2.0**32, "loss_scale_window": 3, "hysteresis": 2}
+    cfg = runs.config("gpt", data_path=(words,), save=whole, train_iters=24, save_interval=6, dp=2, **half)
+    assert ranks(2, runs.train, cfg, whole) == [0, 0]
+    meta = [runs.Source(runs.step_dir(whole, s)).manifest.meta for s in (6, 24)]
+    assert meta[0]["updates"] < 6 and 0 < meta[1]["updates"] < 24 and meta[0]["scaler"] != meta[1]["scaler"]
+    for start in (6, 18):
+        resumed = runs.changed(cfg, load=runs.step_dir(whole, start), save=rest)
+        assert ranks(2, runs.train, resumed, rest) == [0, 0]
+        runs.assert_same(runs.tensors(runs.step_dir(whole, 24)), runs.tensors(runs.step_dir(rest, 24)))
+        assert runs.Source(runs.step_dir(rest, 24)).manifest.meta["scaler"] == meta[1]["scaler"]
+        assert {s: v for s, v in runs.lines(rest).items() if s > start} == {
+            s: v for s, v in runs.lines(whole).items() if s > start
+        }
+
+
 def test_saving_changes_nothing(ranks: Any, tmp_path: Path, words: str) -> None:
     often, once = str(tmp_path / "often"), str(tmp_path / "once")
     cfg = runs.config("gpt", data_path=(words,), train_iters=6, dp=2)
@@ -63,6 +80,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "1": {},
     "DP4 zero 0": {"dp": 4, "zero": 0, "micro_batch_size": 1},
     "TP2xDP2": {"tp": 2, "dp": 2},
+    "PP2x2chunks": {"pp": 2, "vpp": 2},
 }
 # more heads, so that TP4 has some left to share; five blocks, which no number of stages here divides
 WIDE = {"num_layers": 5, "num_attention_heads": 8}

@@ -36,6 +36,8 @@ def faulty(cfg: Any, run_dir: str, kind: str, rank: int, step: int, launcher: in
         if mine == rank and run.state.step == step:
             if kind == "hang":
                 time.sleep(1000)
+            if kind == "raise":
+                raise ValueError("the disk is full")
             to, number = {
                 "kill": (os.getpid(), signal.SIGKILL),
                 "terminate": (os.getpid(), signal.SIGTERM),
@@ -87,6 +89,14 @@ def test_a_killed_rank_ends_the_job_and_the_run_resumes(
     assert "rank 1 of 2 failed: killed by SIGKILL" in capfd.readouterr().err
     assert (tmp_path / "latest").read_text().strip() == "step_00000008"
     goes_on(ranks, cfg, tmp_path, uninterrupted[1])
+
+
+def test_the_rank_that_raised_is_named_not_its_peers(tmp_path: Path, capfd: Any) -> None:
+    cfg = runs.config("llama", tp=2, pp=2, train_iters=8, save=str(tmp_path))
+    code, seconds = run_faulty(cfg, tmp_path, "raise", 3, 2)
+    err = capfd.readouterr().err
+    assert code == 1 and seconds < 10
+    assert "rank 3 of 4 failed: exit code 1" in err and "ValueError: the disk is full" in err, err
 
 
 @pytest.mark.parametrize("kind", ["terminate", "terminate the launcher", "warn the launcher"])
