@@ -11,7 +11,7 @@ from isotron.config.catalogue import Option
 from isotron.config.schema import MODELS
 from isotron.config.tables import CHOOSERS
 
-_WORDS = {"int": "N", "float": "X", "str": "TEXT", "bool": "", "ints": "N,N,..", "strs": "TEXT .."}
+_WORDS = {"int": "N", "float": "X", "str": "TEXT", "bool": "", "ints": "N,N,..", "floats": "X,X,..", "strs": "TEXT .."}
 
 
 def options_help(usage: str, groups: Mapping[str, Iterable[Option]], closing: str = "") -> str:
@@ -27,7 +27,7 @@ def _lines(option: Option) -> list[str]:
     head = f"  {', '.join(spelled)} {_values(option)}".rstrip()
     text = option.help + _default(option)
     if option.families:
-        text += f" [{' and '.join(option.families)} only]"
+        text += f" [{', '.join(option.families)} only]"
     body = textwrap.wrap(text, 84, initial_indent=" " * 34, subsequent_indent=" " * 34)
     if len(head) < 33 and body:
         return [f"{head:<34}{body[0].strip()}", *body[1:]]
@@ -44,8 +44,11 @@ def _default(option: Option) -> str:
     default: Any = option.default
     if option.section == "model" and not option.families and option.name not in CHOOSERS:
         by_family = {name: cls.__dataclass_fields__[option.name].default for name, cls in MODELS.items()}
-        if len(set(by_family.values())) > 1:
-            return f" (default: {', '.join(f'{name} {str(value).lower()}' for name, value in by_family.items())})"
+        values = list(by_family.values())
+        usual = max(values, key=values.count)
+        others = [f"{name} {str(value).lower()}" for name, value in by_family.items() if value != usual]
+        if others:
+            return f" (default: {', '.join(others)}, others {str(usual).lower()})"
     if option.kind == "bool":
         return f" (default: {'on; --no-' + option.flag[2:] + ' turns it off' if default else 'off'})"
     if default in ("", ()):

@@ -112,7 +112,7 @@ def _read_own(parsed: Parsed, option: Option, flag: str, negated: bool, values: 
         value = (words[0].lower() == "true" if words else True) is not negated
         parsed.add(option.name, value, " ".join([flag, *words]), place)
         return len(words)
-    words = values if option.kind in ("ints", "strs") else values[:1]
+    words = values if option.kind in ("ints", "floats", "strs") else values[:1]
     asked = " ".join([flag, *words])
     try:
         if not words:

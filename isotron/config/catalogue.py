@@ -16,10 +16,19 @@ KINDS = {
     "str": "text",
     "bool": "true or false",
     "ints": "whole numbers such as 2,3,2",
+    "floats": "numbers such as 1.0,1.5",
     "strs": "one or more words",
 }
 _PARSERS: dict[str, Callable[[str], float]] = {"int": int, "float": float}
-_KIND_OF_TYPE = {int: "int", float: "float", str: "str", bool: "bool", tuple[int, ...]: "ints", tuple[str, ...]: "strs"}
+_KIND_OF_TYPE = {
+    int: "int",
+    float: "float",
+    str: "str",
+    bool: "bool",
+    tuple[int, ...]: "ints",
+    tuple[float, ...]: "floats",
+    tuple[str, ...]: "strs",
+}
 
 
 @dataclass(frozen=True)
@@ -83,8 +92,8 @@ def parse_words(option: Option, words: list[str]) -> Any:
     """The value that command-line words stand for; raises ValueError with the reason when they stand for none."""
     if option.kind == "strs":
         return tuple(words)
-    if option.kind == "ints":
-        return tuple(_number(int, w, "ints") for word in words for w in word.split(",") if w)
+    if option.kind in ("ints", "floats"):
+        return tuple(_number(int if option.kind == "ints" else float, w, option.kind) for word in words for w in word.split(",") if w)
     (word,) = words
     if option.kind == "str":
         return _chosen(option, word)
@@ -98,8 +107,10 @@ def parse_words(option: Option, words: list[str]) -> Any:
 def check_value(option: Option, value: Any) -> Any:
     """The value of a TOML or JSON entry in the option's type; raises ValueError when the type or choice is wrong."""
     kind = option.kind
-    if kind in ("ints", "strs"):
-        item = int if kind == "ints" else str
+    if kind == "floats" and isinstance(value, (list, tuple)):
+        value = [float(v) if isinstance(v, int) and not isinstance(v, bool) else v for v in value]
+    if kind in ("ints", "floats", "strs"):
+        item = {"ints": int, "floats": float, "strs": str}[kind]
         values = [value] if isinstance(value, item) else value
         if not isinstance(values, (list, tuple)) or any(isinstance(v, bool) or not isinstance(v, item) for v in values):
             raise ValueError(f"{value!r} is not {KINDS[kind]}")

@@ -30,6 +30,8 @@ ALIASES: dict[str, str] = {
     "--num-query-groups": "num_key_value_heads",
     "--kv-channels": "head_dim",
     "--rotary-base": "rope_theta",
+    "--rope-scaling-factor": "rope_factor",
+    "--rotary-percent": "rope_percent",
     "--layernorm-epsilon": "norm_epsilon",
     "--merges-file": "merge_file",
     "--encoder-seq-length": "seq_length",
@@ -54,6 +56,7 @@ SETS: dict[str, dict[str, Any]] = {
     "--disable-bias-linear": {"@bias": "off"},
     "--use-rotary-position-embeddings": {"@positions": "rope"},
     "--group-query-attention": {"@grouped": True},
+    "--use-rope-scaling": {"rope_scaling": "llama3", "rope_original_positions": 8192},
 }
 _BLOCK = Problem(
     "--recompute-method block",

@@ -179,7 +179,9 @@ def _not_in_family(option: Option, origin: str, family: Family) -> Problem:
     asked = f"{origin.removeprefix('flag ')} with family {family.name} ({family.origin})"
     if origin.endswith(".toml"):
         asked = f"model.{option.name} in {origin} with family {family.name} ({family.origin})"
-    case = f"only family {' and '.join(option.families)} has {option.name}"
+    one = len(option.families) == 1
+    having = f"family {option.families[0]} has" if one else f"families {', '.join(option.families)} have"
+    case = f"only {having} {option.name}"
     return Problem(asked, case, f"--family {option.families[0]}, or leave it out")
 
 

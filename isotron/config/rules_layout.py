@@ -18,8 +18,32 @@ def _heads_divide(c: RunConfig, f: Facts) -> Problem:
 
 def _rotary_even(c: RunConfig, f: Facts) -> Problem:
     n = c.model.head_size
-    case = f"rotary positions turn pairs of elements, and a head has {n}"
-    return Problem(asked(c, "hidden_size", "num_attention_heads", "head_dim"), case, f"--head-dim {n + 1}")
+    if c.model.family == "neox":
+        case = f"rotary positions turn pairs of elements, and rope_percent of a head of {n} is {_rotated(c)}"
+        return Problem(asked(c, "rope_percent"), case, "--rope-percent 1.0")
+    case = f"rotary positions turn pairs of elements, and {_rotated(c)} of a head of {n} are to be turned"
+    fix = f"--head-dim {n + n % 2} --rope-percent 1.0"
+    return Problem(asked(c, "hidden_size", "num_attention_heads", "head_dim", "rope_percent"), case, fix)
+
+
+def _rotated(c: RunConfig) -> int:
+    """Elements of a head that are rotated; 2 for a family that does not rotate."""
+    return int(c.model.head_size * getattr(c.model, "rope_percent", 2 / c.model.head_size))
+
+
+def _longrope_broken(c: RunConfig, f: Facts) -> bool:
+    if getattr(c.model, "rope_scaling", "none") != "longrope":
+        return False
+    wanted = _rotated(c) // 2
+    return any(len(x) != wanted for x in (c.model.rope_short_factor, c.model.rope_long_factor))  # type: ignore[union-attr]
+
+
+def _longrope(c: RunConfig, f: Facts) -> Problem:
+    wanted = _rotated(c) // 2
+    case = f"longrope divides each of the {wanted} frequencies of a head by a number of its own"
+    leaves = ("rope_scaling", "rope_short_factor", "rope_long_factor")
+    ones = ",".join(["1.0"] * wanted)
+    return Problem(asked(c, *leaves), case, f"--rope-short-factor {ones} --rope-long-factor {ones}")
 
 
 def _groups(c: RunConfig, f: Facts) -> Problem:
@@ -176,8 +200,10 @@ LAYOUT_RULES: tuple[Rule, ...] = (
     Rule("heads divide the width", ("hidden_size", "num_attention_heads", "head_dim"),
          lambda c, f: not getattr(c.model, "head_dim", 0) and c.model.hidden_size % c.model.num_attention_heads != 0,
          _heads_divide),
-    Rule("rotary heads are even", ("hidden_size", "num_attention_heads", "head_dim"),
-         lambda c, f: c.model.family == "llama" and c.model.head_size % 2 != 0, _rotary_even),
+    Rule("rotary heads are even", ("hidden_size", "num_attention_heads", "head_dim", "rope_percent"),
+         lambda c, f: hasattr(c.model, "rope_theta") and (_rotated(c) % 2 != 0 or _rotated(c) < 2), _rotary_even),
+    Rule("longrope factors", ("hidden_size", "num_attention_heads", "head_dim", "rope_percent", "rope_scaling",
+                              "rope_short_factor", "rope_long_factor"), _longrope_broken, _longrope),
     Rule("groups divide heads", ("num_attention_heads", "num_key_value_heads"),
          lambda c, f: c.model.num_attention_heads % c.model.kv_heads != 0, _groups),
     Rule("tp divides heads", ("tp", "num_attention_heads"),

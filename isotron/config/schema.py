@@ -12,10 +12,22 @@ from typing import Any
 
 from isotron.core.checkpoint.config import CheckpointConfig
 from isotron.core.errors import refuse
-from isotron.core.models.gpt_config import PRESETS as GPT_PRESETS
+from isotron.core.models import (
+    gpt_config,
+    llama_config,
+    mistral_config,
+    neox_config,
+    phi3_config,
+    qwen2_config,
+    qwen3_config,
+)
 from isotron.core.models.gpt_config import GPTConfig
-from isotron.core.models.llama_config import PRESETS as LLAMA_PRESETS
 from isotron.core.models.llama_config import LlamaConfig
+from isotron.core.models.mistral_config import MistralConfig
+from isotron.core.models.neox_config import NeoXConfig
+from isotron.core.models.phi3_config import Phi3Config
+from isotron.core.models.qwen2_config import Qwen2Config
+from isotron.core.models.qwen3_config import Qwen3Config
 from isotron.core.optim.config import OptimConfig
 from isotron.core.optim.schedules import ScheduleConfig
 from isotron.core.parallel.plan import Layout
@@ -23,8 +35,20 @@ from isotron.data.config import DataConfig
 from isotron.tokenizers.config import TokenizerConfig
 from isotron.train.config import LogConfig, TrainConfig
 
-MODELS: dict[str, type[GPTConfig] | type[LlamaConfig]] = {"gpt": GPTConfig, "llama": LlamaConfig}
-PRESETS: dict[str, GPTConfig | LlamaConfig] = {**GPT_PRESETS, **LLAMA_PRESETS}
+ModelConfig = GPTConfig | LlamaConfig | NeoXConfig  # the other families have LlamaConfig's fields and more
+MODELS: dict[str, type[ModelConfig]] = {
+    cls.family: cls
+    for cls in (GPTConfig, LlamaConfig, MistralConfig, NeoXConfig, Phi3Config, Qwen2Config, Qwen3Config)
+}
+PRESETS: dict[str, ModelConfig] = {
+    **gpt_config.PRESETS,
+    **llama_config.PRESETS,
+    **mistral_config.PRESETS,
+    **neox_config.PRESETS,
+    **phi3_config.PRESETS,
+    **qwen2_config.PRESETS,
+    **qwen3_config.PRESETS,
+}
 DEFAULT_FAMILY = "llama"
 
 
@@ -32,7 +56,7 @@ DEFAULT_FAMILY = "llama"
 class RunConfig:
     """Everything that decides what a run computes and where it writes."""
 
-    model: GPTConfig | LlamaConfig = LlamaConfig()
+    model: ModelConfig = LlamaConfig()
     data: DataConfig = DataConfig()
     tokenizer: TokenizerConfig = TokenizerConfig()
     layout: Layout = Layout()

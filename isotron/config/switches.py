@@ -15,11 +15,16 @@ from isotron.config.schema import DEFAULT_FAMILY, PRESETS
 from isotron.core.errors import Problem
 
 # feature -> what each family has; Megatron's defaults are the GPT column.
+_LLAMA_LIKE = ("llama", "mistral", "phi3", "qwen2", "qwen3")
+_SWITCHES: dict[str, tuple[str, str, str]] = {  # as in gpt, in families built like llama, in neox
+    "@positions": ("learned_absolute", "rope", "rope"),
+    "@norm": ("LayerNorm", "RMSNorm", "LayerNorm"),
+    "@mlp": ("gelu", "swiglu", "gelu"),
+    "@bias": ("on", "off", "on"),
+}
 FEATURES: dict[str, dict[str, str]] = {
-    "@positions": {"gpt": "learned_absolute", "llama": "rope"},
-    "@norm": {"gpt": "LayerNorm", "llama": "RMSNorm"},
-    "@mlp": {"gpt": "gelu", "llama": "swiglu"},
-    "@bias": {"gpt": "on", "llama": "off"},
+    switch: {"gpt": gpt, **dict.fromkeys(_LLAMA_LIKE, llama), "neox": neox}
+    for switch, (gpt, llama, neox) in _SWITCHES.items()
 }
 SPELLING: dict[tuple[str, str], str] = {
     ("@positions", "learned_absolute"): "--position-embedding-type learned_absolute",

@@ -28,13 +28,21 @@ class Cache:
         self.rows, self.slots = rows, slots
         self.empty = True
         self.used = 0
-        self.visible_B1ST: Tensor | None = None
+        self.positions_BS: Tensor | None = None
 
     def begin(self, positions_BS: Tensor, used: int) -> None:
         """A pass over tokens at `positions_BS`, all below `used`; on an empty cache they are 0..S-1 in every row."""
-        self.used = used
-        slots = torch.arange(used, device=positions_BS.device)
-        self.visible_B1ST = None if self.empty else (slots <= positions_BS[..., None])[:, None]
+        self.used, self.positions_BS = used, positions_BS
+
+    def visible(self, window: int) -> Tensor:
+        """[B, 1, S, T]: the slots that each query sees; `window` above 0 limits how far back."""
+        if self.positions_BS is None:
+            raise RuntimeError("no pass has begun on this cache")
+        slots, at = torch.arange(self.used, device=self.positions_BS.device), self.positions_BS[..., None]
+        seen = slots <= at
+        if window:
+            seen &= slots > at - window
+        return seen[:, None]
 
     def end(self) -> None:
         """The pass has gone through all layers."""
@@ -47,6 +55,7 @@ class CachedCore(nn.Module):
     def __init__(self, plain: nn.Module, cache: Cache, kv_heads: int, head_size: int, like: Tensor) -> None:
         super().__init__()
         self.plain, self.cache = plain, cache
+        self.window: int = getattr(plain, "window", 0)
         # zeros, not whatever the memory held: a hidden slot has weight 0, and 0 x NaN would be NaN
         shape = (2, cache.rows, kv_heads, cache.slots, head_size)
         self.k_BKTN, self.v_BKTN = torch.zeros(shape, dtype=like.dtype, device=like.device)
@@ -62,7 +71,7 @@ class CachedCore(nn.Module):
             return o_BHSN
         k, v = self.k_BKTN[:, :, : cache.used], self.v_BKTN[:, :, : cache.used]
         grouped = q_BHSN.shape[1] != k.shape[1]
-        return scaled_dot_product_attention(q_BHSN, k, v, attn_mask=cache.visible_B1ST, enable_gqa=grouped)
+        return scaled_dot_product_attention(q_BHSN, k, v, attn_mask=cache.visible(self.window), enable_gqa=grouped)
 
 
 @contextmanager

@@ -58,8 +58,21 @@ def scaled_model(config: RunConfig, layout: Layout) -> Any:
         "max_position_embeddings": SEQUENCE,
         "num_key_value_heads": kv,
         "head_dim": 8 if decoupled else 0,
+        "sliding_window": SEQUENCE // 3 if getattr(model, "sliding_window", 0) else 0,
+        "first_window_layer": int(getattr(model, "first_window_layer", 0) > 0),
     }
-    return replace(model, **{k: v for k, v in sizes.items() if hasattr(model, k)})
+    small = replace(model, **{k: v for k, v in sizes.items() if hasattr(model, k)})
+    return with_rotation(small) if hasattr(small, "rope_percent") else small
+
+
+def with_rotation(small: Any) -> Any:
+    """The same kind of stretch on heads of 8 and 16 positions, so that it acts inside the tested sequence."""
+    rotated = max(4, int(8 * small.rope_percent) // 2 * 2)
+    factors = {
+        leaf: tuple(1.0 + i * step for i in range(rotated // 2)) if getattr(small, leaf) else ()
+        for leaf, step in (("rope_short_factor", 0.25), ("rope_long_factor", 1.5))
+    }
+    return replace(small, rope_percent=rotated / 8, rope_original_positions=SEQUENCE // 2, **factors)
 
 
 def scaled_case(config: RunConfig, inject: str = "") -> Case:

@@ -97,7 +97,8 @@ def test_help_of_every_verb(verb, capsys):
 def test_help_shows_sections_defaults_and_both_spellings(capsys):
     out = run(["train", "--help"], capsys)[1]
     assert "[layout]\n  --tp, --tensor-model-parallel-size" in out
-    assert "(default: gpt 0.1, llama 0.0)" in out and "[gpt only]" in out and "--no-tensorboard" in out
+    assert "(default: gpt 0.1, others 0.0)" in out and "--no-tensorboard" in out
+    assert "[mistral, phi3, qwen2, qwen3 only]" in " ".join(out.split())
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,8 @@ FILES = {f"{p}{end}" for p in ("corpus_text_document", "plain") for end in (".bi
 BOTH_SIDES: dict[str, tuple[str, str, dict]] = {
     "heads divide the width": ("--hidden-size 66", "--hidden-size 66 --num-attention-heads 3", {}),
     "rotary heads are even": ("--head-dim 15", "--family gpt --hidden-size 60", {}),
+    "longrope factors": ("--rope-scaling longrope --head-dim 4 --rope-short-factor 1.0,2.0",
+                         "--rope-scaling longrope --head-dim 4 --rope-short-factor 1.0,2.0 --rope-long-factor 1.0,4.0", {}),
     "groups divide heads": ("--num-key-value-heads 3", "--num-key-value-heads 2", {}),
     "tp divides heads": ("--tp 8", "--tp 4", {}),
     "tp and groups divide": ("--num-attention-heads 12 --head-dim 16 --num-key-value-heads 6 --tp 4",

@@ -1,7 +1,7 @@
-"""LLaMA 1, 2 and 3: configuration, presets and layout table. PURE; the modules are in `llama.py`.
+"""LLaMA 1, 2, 3, 3.1 and 3.2: configuration, presets and layout table. PURE; the modules are in `llama.py`.
 
 Notable: rotary positions (half-split pairs), RMSNorm, SwiGLU, no biases, grouped-query attention, untied output layer
-in the larger models. Sources: Touvron et al. 2023a (LLaMA), section 2.2; Touvron et al. 2023b (Llama 2), section 2.2;
+in the larger models, stretched frequencies from 3.1 on. Sources: Touvron et al. 2023a (LLaMA), section 2.2; Touvron et al. 2023b (Llama 2), section 2.2;
 Llama team 2024 (Llama 3), table 3.
 """
 
@@ -10,11 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from isotron.core.layout import Part, Rule, Split, Table
+from isotron.core.nn.rope_config import RotaryConfig
 from isotron.core.options import option
 
 
 @dataclass(frozen=True)
-class LlamaConfig:
+class LlamaConfig(RotaryConfig):
     """Everything that changes the function of the weights. Sizes are global, never divided by a layout."""
 
     family = "llama"
@@ -28,7 +29,6 @@ class LlamaConfig:
     vocab_size: int = option(0, "real vocabulary entries; 0 means what the tokenizer has")
     max_position_embeddings: int = option(0, "longest sequence; 0 means seq_length", unit="tokens")
     norm_epsilon: float = option(1e-5, "added to the mean square in RMSNorm")
-    rope_theta: float = option(10000.0, "base of the rotary frequencies")
     tie_embeddings: bool = option(False, "the output layer uses the input embedding's weights")
     hidden_dropout: float = option(0.0, "dropout after the embedding, attention and MLP")
     attention_dropout: float = option(0.0, "dropout on attention probabilities")
@@ -81,4 +81,12 @@ PRESETS: dict[str, LlamaConfig] = {
     "llama2-70b": LlamaConfig(80, 8192, 64, 8, 0, 28672, 32000, 4096),
     "llama3-8b": LlamaConfig(32, 4096, 32, 8, 0, 14336, 128256, 8192, rope_theta=500000.0),
     "llama3-70b": LlamaConfig(80, 8192, 64, 8, 0, 28672, 128256, 8192, rope_theta=500000.0),
-}
+    "llama3.1-8b": LlamaConfig(
+        32, 4096, 32, 8, 0, 14336, 128256, 131072, rope_theta=500000.0, rope_scaling="llama3",
+        rope_factor=8.0, rope_original_positions=8192,
+    ),
+    "llama3.2-1b": LlamaConfig(
+        16, 2048, 32, 8, 64, 8192, 128256, 131072, rope_theta=500000.0, rope_scaling="llama3",
+        rope_factor=32.0, rope_original_positions=8192, tie_embeddings=True,
+    ),
+}  # fmt: skip

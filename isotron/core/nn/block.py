@@ -1,4 +1,4 @@
-"""The pre-norm residual block: x + attention(norm(x)), then x + mlp(norm(x)), with dropout on both branches.
+"""Residual blocks with norms before attention and MLP, one after the other or side by side, dropout on both branches.
 
 Legend: B batch, S sequence, D hidden. Families choose the norm, the attention and the MLP.
 """
@@ -40,3 +40,16 @@ class PreNormBlock(nn.Module):
             return x + self.mlp_dropout(self.mlp(x, self.mlp_norm), ids)
         x = x_BSD + self.attention_dropout(self.attention(self.attention_norm(x_BSD), ctx), ids)
         return x + self.mlp_dropout(self.mlp(self.mlp_norm(x)), ids)
+
+
+class ParallelBlock(PreNormBlock):
+    """x + attention(norm(x)) + mlp(norm'(x)): both branches read the same residual stream."""
+
+    def forward(self, x_BSD: Tensor, ctx: Context) -> Tensor:
+        """x_BSD."""
+        ids = ctx.batch.sample_ids
+        if self.recompute:
+            a, m = self.attention(x_BSD, ctx, self.attention_norm), self.mlp(x_BSD, self.mlp_norm)
+        else:
+            a, m = self.attention(self.attention_norm(x_BSD), ctx), self.mlp(self.mlp_norm(x_BSD))
+        return x_BSD + self.attention_dropout(a, ids) + self.mlp_dropout(m, ids)

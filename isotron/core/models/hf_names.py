@@ -1,0 +1,56 @@
+"""Names of tensors in a Hugging Face directory, as data. PURE.
+
+A tensor of ours is rows of one or several of theirs, one run after another: q|k|v is three runs, a projection that they
+interleave head by head is three runs per head. The same table serves both ways.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Run:
+    """`count` rows of their tensor `theirs`, from row `first` on."""
+
+    theirs: str
+    first: int
+    count: int
+
+
+@dataclass(frozen=True)
+class Mapped:
+    """Our tensor `ours` is these runs, one below the other. `transposed`: theirs are stored inputs x outputs."""
+
+    ours: str
+    runs: tuple[Run, ...]
+    transposed: bool = False
+
+    def theirs(self) -> dict[str, int]:
+        """Their tensors, in order of appearance, with the number of rows of each."""
+        rows: dict[str, int] = {}
+        for run in self.runs:
+            rows[run.theirs] = rows.get(run.theirs, 0) + run.count
+        return rows
+
+
+def same(ours: str, theirs: str, rows: int, transposed: bool = False) -> Mapped:
+    """One tensor of ours is one of theirs."""
+    return Mapped(ours, (Run(theirs, 0, rows),), transposed)
+
+
+def stacked(ours: str, theirs: Iterable[tuple[str, int]]) -> Mapped:
+    """Our tensor is theirs, given as (name, rows), one below the other."""
+    return Mapped(ours, tuple(Run(name, 0, rows) for name, rows in theirs))
+
+
+def interleaved(ours: str, theirs: str, groups: int, sections: Sequence[int]) -> Mapped:
+    """Theirs holds the sections (rows each) group by group; ours holds each section of all groups in a row."""
+    width, starts = sum(sections), [sum(sections[:i]) for i in range(len(sections))]
+    runs = (
+        Run(theirs, g * width + start, rows)
+        for start, rows in zip(starts, sections, strict=True)
+        for g in range(groups)
+    )
+    return Mapped(ours, tuple(runs))

@@ -1,0 +1,44 @@
+"""What families with rotary positions have in common: angles once per pass, an embedding before and a head after the blocks.
+
+Legend: B batch, S sequence, D hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn as nn
+
+from isotron.core.batch import Batch
+from isotron.core.nn.context import Context
+from isotron.core.nn.decoder import Decoder
+from isotron.core.nn.dropout import Dropout
+from isotron.core.nn.embedding import Embedding
+from isotron.core.nn.loss import Head
+from isotron.core.nn.rope import stretched_angles
+
+
+def rotary_decoder(
+    cfg: Any,
+    blocks: Mapping[int, nn.Module],
+    norm: Callable[[int, float], nn.Module],
+    first: bool,
+    last: bool,
+    padded_vocab: int,
+) -> Decoder:
+    """Blocks with the embedding on the first stage, and the final norm and the head on the last one."""
+
+    def context(batch: Batch, dtype: torch.dtype) -> Context:
+        longest = cfg.max_position_embeddings
+        return Context(batch, stretched_angles(batch.positions, cfg, cfg.head_size, longest, dtype))
+
+    ends: dict[str, nn.Module] = {}
+    if first:
+        ends["embed"] = Embedding(padded_vocab, cfg.hidden_size)
+        ends["dropout"] = Dropout(cfg.hidden_dropout, "embed")
+    if last:
+        ends["norm"] = norm(cfg.hidden_size, cfg.norm_epsilon)
+        ends["head"] = Head(cfg.hidden_size, padded_vocab)
+    return Decoder(blocks, context, ends)
