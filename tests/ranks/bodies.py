@@ -142,7 +142,7 @@ def _losses(model: ParallelModel, batch: Batch, start: int, stop: int) -> Tensor
 
 
 def overflow(case: Case, rank: int) -> list[Any]:
-    """float16 steps in which one rank's gradient is infinite in step 1 and 2: (skipped, scale, weights moved) per step."""
+    """float16 steps, one rank's gradient infinite in steps 1 and 2: (skipped, scale, weights moved) of each step."""
     model = build(case)
     optimizer = AdamW(model.views(), OptimConfig())
     scaler = LossScaler(2.0**8, hysteresis=2, window=2)
