@@ -10,8 +10,9 @@ import pytest
 from isotron.core.errors import Refused
 from isotron.core.parallel.pipeline.actions import Action, Kind, Schedule
 from isotron.core.parallel.pipeline.draw import grid
-from isotron.core.parallel.pipeline.passes import plan, with_communication, with_reduce
-from isotron.core.parallel.pipeline.schedules import build
+from isotron.core.parallel.pipeline.library import plan
+from isotron.core.parallel.pipeline.passes import with_communication, with_reduce
+from isotron.core.parallel.pipeline.registry import build
 from isotron.core.parallel.pipeline.simulate import Costs, simulate
 
 

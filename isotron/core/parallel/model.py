@@ -18,7 +18,7 @@ from isotron.core.errors import refuse
 from isotron.core.layout import Box
 from isotron.core.mesh import AXES, Mesh
 from isotron.core.parallel.data import View
-from isotron.core.parallel.pipeline import passes
+from isotron.core.parallel.pipeline import library
 from isotron.core.parallel.pipeline.runtime import Runtime
 from isotron.core.parallel.pipeline.stage import Stage, build_stage
 from isotron.core.parallel.plan import Layout, split_layers
@@ -55,7 +55,7 @@ class ParallelModel:
         for stage in self.stages.values():
             stage.module.train()
             stage.flat.begin()
-        schedule = passes.plan(self.layout.schedule_name, self.layout.pp, len(batches), self.layout.vpp)
+        schedule = library.plan(self.layout.schedule_name, self.layout.pp, len(batches), self.layout.vpp)
         terms = self.runtime.run(schedule, batches, weight)
         for stage in self.stages.values():
             stage.flat.finish_reduce()
@@ -66,7 +66,7 @@ class ParallelModel:
         """Per-term sums of this rank without gradients."""
         for stage in self.stages.values():
             stage.module.eval()
-        schedule = passes.forward_only(self.layout.schedule_name, self.layout.pp, len(batches), self.layout.vpp)
+        schedule = library.forward_only(self.layout.schedule_name, self.layout.pp, len(batches), self.layout.vpp)
         return self.runtime.run(schedule, batches, 1.0)
 
     def views(self) -> list[View]:

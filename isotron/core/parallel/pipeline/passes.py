@@ -16,29 +16,13 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from functools import lru_cache
 from math import inf
 
 from isotron.core.errors import refuse
 from isotron.core.parallel.pipeline.actions import Action, Kind, Schedule
-from isotron.core.parallel.pipeline.schedules import build
 from isotron.core.parallel.pipeline.timeline import Costs, Crossing, Key, Waits, Where, crossings, durations, places
 
 NOMINAL = Costs(forward=2, backward=4, weight=2, transfer=1)  # whole numbers: ties are real ties
-
-
-@lru_cache(maxsize=32)
-def plan(name: str, p: int, m: int, v: int = 1) -> Schedule:
-    """The complete table of schedule `name` for p ranks, m microbatches and v stages per rank."""
-    return with_reduce(with_communication(build(name, p, m, v)))
-
-
-@lru_cache(maxsize=32)
-def forward_only(name: str, p: int, m: int, v: int = 1) -> Schedule:
-    """The forwards of schedule `name` alone, with their transfers: evaluation."""
-    table = build(name, p, m, v)
-    rows = tuple(tuple(a for a in row if a.kind is Kind.F) for row in table.ranks)
-    return with_communication(Schedule(table.name, rows, table.placement, table.microbatches))
 
 
 def with_reduce(schedule: Schedule) -> Schedule:

@@ -1,14 +1,15 @@
-"""The schedules: pure functions from sizes to a table of compute actions.
+"""The schedules in which every stage passes its output down the ranks: pure functions from sizes to a table.
 
-PURE. Each function says only in which order a rank computes; `passes.py` adds what follows from that. Letters:
-p ranks, m microbatches, v stages (model chunks) per rank. Sources: GPipe (Huang et al. 2018), 1F1B (Narayanan et al.
-2019 and 2021, section 2.2), interleaved 1F1B (Narayanan et al. 2021, section 2.2.2).
+PURE. Each function says only in which order a rank computes; `passes.py` adds what follows from that, `vshape.py` has
+the schedules that come back up the ranks, `registry.py` the list of all. Letters: p ranks, m microbatches, v stages
+(model chunks) per rank. Sources: GPipe (Huang et al. 2018), 1F1B (Narayanan et al. 2019 and 2021, section 2.2),
+interleaved 1F1B (Narayanan et al. 2021, section 2.2.2), breadth-first (Lamy-Poirier 2022), zero-bubble (Qi et al.
+2023).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from difflib import get_close_matches
+from collections.abc import Sequence
 
 from isotron.core.errors import refuse
 from isotron.core.parallel.pipeline.actions import Action, Kind, Schedule
@@ -30,21 +31,57 @@ def one_f_one_b(p: int, m: int) -> Schedule:
     return Schedule("1f1b", ranks, tuple(range(p)), m)
 
 
-def interleaved(p: int, m: int, v: int) -> Schedule:
-    """1F1B over v chunks per rank, chunk c of rank r being stage c*p+r, in groups of p microbatches per chunk.
+def interleaved(p: int, m: int, v: int, group: int = 0) -> Schedule:
+    """1F1B over v chunks per rank, chunk c of rank r being stage c*p+r, in groups of microbatches per chunk.
 
-    Bubble (p-1)/(v*m) where m is a multiple of p. Any other m is scheduled as the next multiple, and the microbatches
-    that do not exist are struck out: striking out cannot make two ranks wait for each other, a shorter last group can.
+    `group` is p unless given; a larger one gives transfers more time and keeps more activations. Bubble (p-1)/(v*m)
+    where m is a multiple of the group. Any other m is scheduled as the next multiple, and the microbatches that do not
+    exist are struck out: striking out cannot make two ranks wait for each other, a shorter last group can.
     """
-    padded = -(-m // p) * p
-    order = [(chunk, first + i) for first in range(0, padded, p) for chunk in range(v) for i in range(p)]
+    group = group or p
+    if group < p:
+        case = f"the first microbatch of a group is back on the first rank after {p} others, so a group has {p} or more"
+        raise refuse(f"--microbatch-group {group} --pp {p}", case, f"--microbatch-group {p}, or 0 for that")
+    padded = -(-m // group) * group
+    order = [(chunk, first + i) for first in range(0, padded, group) for chunk in range(v) for i in range(group)]
     ranks = []
     for rank in range(p):
         forward = [(chunk * p + rank, i) for chunk, i in order]
         backward = [((v - 1 - chunk) * p + rank, i) for chunk, i in order]
-        row = _alternate(forward, backward, ahead=2 * (p - rank - 1) + (v - 1) * p)
+        row = _alternate(forward, backward, ahead=2 * (p - rank - 1) + (v - 1) * group)
         ranks.append(tuple(action for action in row if action.microbatch is not None and action.microbatch < m))
     return Schedule("interleaved", tuple(ranks), tuple(range(p)) * v, m)
+
+
+def breadth_first(p: int, m: int, v: int) -> Schedule:
+    """All microbatches through a chunk before the next chunk; all forwards, then all backwards.
+
+    Bubble (p-1)/(v*m) for m >= p; keeps v*m activations, and touches each chunk's weights in one run per direction.
+    """
+    ranks = []
+    for rank in range(p):
+        forward = [(chunk * p + rank, i) for chunk in range(v) for i in range(m)]
+        backward = [(chunk * p + rank, i) for chunk in reversed(range(v)) for i in range(m)]
+        ranks.append(_alternate(forward, backward, ahead=v * m))
+    return Schedule("breadth-first", tuple(ranks), tuple(range(p)) * v, m)
+
+
+def zb_h1(p: int, m: int) -> Schedule:
+    """1F1B with deferred weight gradients: rank r puts off r of them, so that every rank keeps p activations.
+
+    Bubble (p-1)(F+B-W) where the input gradient costs B >= W and m >= p.
+    """
+    ranks = tuple(_deferred(rank, m, ahead=p - rank - 1, lag=rank) for rank in range(p))
+    return Schedule("zb-h1", ranks, tuple(range(p)), m)
+
+
+def zb_h2(p: int, m: int) -> Schedule:
+    """Twice as many forwards ahead and twice as many weight gradients put off: every rank keeps 2p-1 activations.
+
+    Idle between a rank's first and last action: (p-1)(F+B-2W), none for F=B=W; where B >= W and m >= 2p-1.
+    """
+    ranks = tuple(_deferred(rank, m, ahead=2 * (p - rank - 1), lag=2 * rank) for rank in range(p))
+    return Schedule("zb-h2", ranks, tuple(range(p)), m)
 
 
 def single(m: int, v: int = 1) -> Schedule:
@@ -66,30 +103,11 @@ def _alternate(forward: Work, backward: Work, ahead: int) -> tuple[Action, ...]:
     return tuple(row)
 
 
-# name -> (function of p, m, v; whether it takes several chunks per rank)
-SCHEDULES: dict[str, tuple[Callable[[int, int, int], Schedule], bool]] = {
-    "gpipe": (lambda p, m, v: gpipe(p, m), False),
-    "1f1b": (lambda p, m, v: one_f_one_b(p, m), False),
-    "interleaved": (interleaved, True),
-}
-
-
-def build(name: str, p: int, m: int, v: int = 1) -> Schedule:
-    """The table of `name`, compute actions only; one rank always gets `single`. Refuses what does not fit together."""
-    if name not in SCHEDULES:
-        near = get_close_matches(name, SCHEDULES, n=1) or ["1f1b"]
-        raise refuse(f"--schedule {name}", f"the schedules are {', '.join(SCHEDULES)}", f"--schedule {near[0]}")
-    for option, size in (("--pp", p), ("microbatches", m), ("--vpp", v)):
-        if size < 1:
-            raise refuse(f"{option} {size}", "a schedule needs at least one of them", f"{option} 1")
-    if p == 1:
-        return single(m, v)
-    make, chunked = SCHEDULES[name]
-    asked = f"--schedule {name} --pp {p} --vpp {v}"
-    if chunked and v == 1:
-        raise refuse(
-            asked, f"{name} needs at least 2 stages per rank", f"--schedule {name} --vpp 2, or --schedule 1f1b"
-        )
-    if not chunked and v > 1:
-        raise refuse(asked, f"{name} has one stage per rank", f"--schedule interleaved --vpp {v}, or --vpp 1")
-    return make(p, m, v)
+def _deferred(stage: int, m: int, ahead: int, lag: int) -> tuple[Action, ...]:
+    """One stage's row: `ahead` forwards, then forward, input gradient and the weight gradient of `lag` ago in turn."""
+    row = [Action(Kind.F, stage, i) for i in range(min(ahead, m))]
+    for i in range(m + lag):
+        row += [Action(Kind.F, stage, i + ahead)] if i + ahead < m else []
+        row += [Action(Kind.B, stage, i)] if i < m else []
+        row += [Action(Kind.W, stage, i - lag)] if 0 <= i - lag < m else []
+    return tuple(row)

@@ -29,6 +29,16 @@ class Span(NamedTuple):
     end: float
 
 
+class Travel(NamedTuple):
+    """A tensor on its way: the SEND that names it, from and to which rank, start and end."""
+
+    action: Action
+    source: int
+    target: int
+    start: float
+    end: float
+
+
 @dataclass(frozen=True)
 class Report:
     """What a table costs. Tuples have one entry per rank."""
@@ -39,12 +49,19 @@ class Report:
     """The same under grouped communication."""
     bubble: tuple[float, ...]
     """Idle time over busy time, tagged communication."""
+    idle: tuple[float, ...]
+    """Idle time between a rank's own first and last compute action: all that is left where steps follow each other
+    without a common end. The formulas of the zero-bubble papers count this."""
     peak: tuple[float, ...]
     """Most activations alive at once: microbatches times stages, or memory if `costs.activation` says how much."""
     posted: tuple[int, ...]
     """Most receives posted and not yet used at once."""
     spans: tuple[tuple[Span, ...], ...]
     """Every compute action in time, tagged communication."""
+    exposed: tuple[float, ...] = ()
+    """Time that ranks wait for transfers alone: the tensor is made, the rank is free, the way is not over."""
+    travels: tuple[Travel, ...] = ()
+    """Every transfer in time, tagged communication."""
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Report:
@@ -52,17 +69,21 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Report:
     costs = costs or Costs()
     where = check(schedule)
     times, transfer = durations(schedule, costs, where), costs.per_stage("transfer", schedule.stages)
-    spans = _run(_Paper(schedule, times, transfer, grouped=False))
-    grouped = _run(_Paper(schedule, times, transfer, grouped=True))
+    paper = _Paper(schedule, times, transfer, grouped=False)
+    spans, ends = _run(paper)
+    grouped, _ = _run(_Paper(schedule, times, transfer, grouped=True))
     busy = [sum(end - start for _, start, end in row) for row in spans]
     makespan = _last_end(spans)
     return Report(
         makespan=makespan,
         makespan_grouped=_last_end(grouped),
         bubble=tuple((makespan - time) / time if time else 0.0 for time in busy),
+        idle=tuple(row[-1].end - row[0].start - time if row else 0 for row, time in zip(spans, busy, strict=True)),
         peak=_peak(schedule, costs, where),
         posted=tuple(_posted(row) for row in schedule.ranks),
         spans=spans,
+        exposed=_exposed(spans, paper, ends),
+        travels=_travels(paper, ends),
     )
 
 
@@ -70,14 +91,40 @@ def _last_end(spans: tuple[tuple[Span, ...], ...]) -> float:
     return max((row[-1].end for row in spans if row), default=0)
 
 
-def _run(paper: _Paper) -> tuple[tuple[Span, ...], ...]:
-    """The time of every compute action; refuses a table that does not end."""
+def _run(paper: _Paper) -> tuple[tuple[tuple[Span, ...], ...], list[float]]:
+    """The time of every compute action, and the end of every node; refuses a table that does not end."""
     ends = paper.waits.ends()
     circle = paper.waits.circle()
     if circle:
         raise _deadlock(paper.schedule, [paper.label[node] for node in circle], paper.grouped)
     cost = paper.waits.cost
-    return tuple(tuple(Span(action, ends[node] - cost[node], ends[node]) for action, node in row) for row in paper.rows)
+    spans = (tuple(Span(action, ends[node] - cost[node], ends[node]) for action, node in row) for row in paper.rows)
+    return tuple(spans), ends
+
+
+def _travels(paper: _Paper, ends: list[float]) -> tuple[Travel, ...]:
+    """The transfers in time."""
+    home, found = paper.schedule.placement, []
+    for (forward, boundary, microbatch), node in paper.travel.items():
+        stage, to = (boundary, boundary + 1) if forward else (boundary + 1, boundary)
+        action = Action(Kind.SEND_F if forward else Kind.SEND_B, stage, microbatch)
+        found.append(Travel(action, home[stage], home[to], ends[node] - paper.cost(node), ends[node]))
+    return tuple(found)
+
+
+def _exposed(spans: tuple[tuple[Span, ...], ...], paper: _Paper, ends: list[float]) -> tuple[float, ...]:
+    """How long each rank waits for ways alone."""
+    waited = []
+    for row in spans:
+        free, total = 0.0, 0.0
+        for action, start, end in row:
+            for node in (paper.travel.get(t) for t in map(_needs, action.parts) if t is not None):
+                if node is not None and ends[node] >= start:
+                    total += start - max(free, ends[node] - paper.cost(node))
+                    break
+            free = end
+        waited.append(total)
+    return tuple(waited)
 
 
 Tensor = tuple[bool, int, int | None]  # what crosses a boundary: (forward, stage before the boundary, microbatch)
@@ -100,6 +147,10 @@ class _Paper:
                 for tensor in map(_needs, action.parts):
                     if tensor in self.arrival:
                         self.waits.wait(node, self.arrival[tensor])
+
+    def cost(self, node: int) -> float:
+        """Time that a node takes."""
+        return self.waits.cost[node]
 
     def _tagged(self, rank: int) -> list[tuple[Action, int]]:
         """A row in which a transfer waits for the computing before it and nothing waits for a transfer but its use."""
