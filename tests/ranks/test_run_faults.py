@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import math
@@ -19,6 +20,7 @@ import torch
 from isotron.core.errors import Refused
 from isotron.launch import run_local
 from isotron.train import loop
+from isotron.train.faults import StopSignal
 from isotron.train.main import main
 from tests.ranks import runs
 
@@ -113,6 +115,34 @@ def test_a_stop_signal_saves_once_on_all_ranks(
     assert stopped[0]["signal"] == ("SIGUSR1" if kind.startswith("warn") else "SIGTERM")
     assert 6 <= stopped[0]["step"] < 12
     goes_on(ranks, cfg, tmp_path, uninterrupted[1])
+
+
+def told(launcher: int, numbers: list[int], listens: bool, home: str) -> int:
+    """Ranks of which the first signals the launcher; with `listens` they need a second to save."""
+    with contextlib.ExitStack() as stack:
+        if listens:
+            stack.enter_context(StopSignal())
+        Path(home, os.environ["RANK"]).touch()
+        while len(list(Path(home).iterdir())) < 2:
+            time.sleep(0.05)
+        for number in numbers if os.environ["RANK"] == "0" else []:
+            os.kill(launcher, number)
+            time.sleep(0.3)
+        time.sleep(1.0 if listens else 100.0)
+        return 143
+
+
+@pytest.mark.parametrize(
+    ("numbers", "listens", "code"),
+    [
+        ([signal.SIGTERM], False, 143),  # a signal before anybody listens
+        ([signal.SIGUSR1, signal.SIGTERM], True, 143),  # a scheduler's warning, then its end, while ranks save
+        ([signal.SIGTERM, signal.SIGTERM], True, 137),  # somebody insists
+    ],
+)
+def test_signals_to_the_launcher(tmp_path: Path, capfd: Any, numbers: list[int], listens: bool, code: int) -> None:
+    assert run_local(f"{__name__}:told", 2, (os.getpid(), numbers, listens, str(tmp_path))) == code
+    assert ("failed" in capfd.readouterr().err) == (code == 137)
 
 
 def test_a_hanging_rank_is_ended_by_the_watchdog(tmp_path: Path, capfd: Any) -> None:
