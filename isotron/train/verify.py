@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from isotron.core import device as devices
 from isotron.core.batch import Batch
 from isotron.core.errors import refuse
 from isotron.core.layout import Box
@@ -38,6 +39,7 @@ class Case:
 
     `batch_multiples`: step i has multiples[i % len] x `global_batch` samples, whatever the layout makes of them.
     `masked_steps`: steps in which no token counts. `isolate`: two documents per sample that do not see each other.
+    `device`: "cpu", or "cuda" with one device per rank.
     """
 
     model: Any
@@ -52,6 +54,7 @@ class Case:
     seed: int = 7
     isolate: bool = False
     inject: str = ""
+    device: str = "cpu"
 
 
 @dataclass
@@ -165,7 +168,7 @@ def measure(case: Case) -> Measured:
     layout = case.layout
     mesh = Mesh(rank, tp=layout.tp, dp=max(layout.dp, 1), pp=layout.pp)
     dtype = getattr(torch, case.dtype)
-    model = ParallelModel(case.model, layout, mesh, dtype, torch.device("cpu"), case.seed)
+    model = ParallelModel(case.model, layout, mesh, dtype, devices.resolve(case.device, mesh.rank), case.seed)
     world, found = mesh.group(*AXES), Measured()
     found.initial = _assemble(model.weight_pieces(), world)
     randomise(model, case.seed + 1)
@@ -174,7 +177,7 @@ def measure(case: Case) -> Measured:
     schedule = ScheduleConfig(lr=1e-3, lr_decay_style="constant", weight_decay=0.1)
     with injected(case.inject, model):
         for step in range(case.steps):
-            batches = microbatches(case, step, mesh.group("dp"))
+            batches = [b.to(model.device) for b in microbatches(case, step, mesh.group("dp"))]
             result = train_step(model, optimizer, LossScaler(1.0, dynamic=False), schedule, batches)
             found.losses.append(result.loss)
             found.norms.append(result.grad_norm)
