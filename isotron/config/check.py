@@ -10,11 +10,12 @@ from collections.abc import Collection
 from isotron.config.catalogue import catalogue
 from isotron.config.rules import RANGES, Facts, Rule
 from isotron.config.rules_layout import LAYOUT_RULES
+from isotron.config.rules_pipeline import PIPELINE_RULES
 from isotron.config.rules_run import RUN_RULES
 from isotron.config.schema import RunConfig, changed, value
 from isotron.core.errors import Problem
 
-RULES: tuple[Rule, ...] = (*RANGES, *LAYOUT_RULES, *RUN_RULES)
+RULES: tuple[Rule, ...] = (*RANGES, *LAYOUT_RULES, *PIPELINE_RULES, *RUN_RULES)
 
 
 def check(
@@ -38,7 +39,7 @@ def broken(config: RunConfig, facts: Facts, skip: Collection[str] = ()) -> list[
     legal = {leaf: catalogue()[leaf].default for leaf in bad if value(config, leaf) is not None}
     config = changed(config, **legal)
     config = finish(config, facts.world_size, facts.device_count, facts.tokenizer_vocab)
-    for rule in (*LAYOUT_RULES, *RUN_RULES):
+    for rule in (*LAYOUT_RULES, *PIPELINE_RULES, *RUN_RULES):
         # a value that is out of range breaks every rule about it: one problem is enough
         if not bad.intersection(rule.leaves) and rule.broken(config, facts):
             problems.append(rule.problem(config, facts))

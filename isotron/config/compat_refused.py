@@ -7,7 +7,7 @@ _ZERO = "optimizer state is sharded with ZeRO-1 only in this version"
 _LLAMA = "--family llama without it"
 _RECOMPUTE = "--recompute selective, or --recompute full for the least memory"
 _STEPS = "the length of a run is counted in steps"
-_STAGES = "layers are dealt to pipeline stages by number"
+_STAGES = "layers are dealt to pipeline stages by number or by cost, the output layer counted at what it costs"
 _CONTEXT = "context parallelism is not built yet"
 _EXPERT = "expert parallelism is not built yet"
 _BUILT = "this part is not built yet"
@@ -72,13 +72,11 @@ REFUSED: dict[str, tuple[str, str]] = {
     "--vocab-extra-ids": ("the tokenizer's files hold all its tokens", _OUT),
     "--tokenizer-special-tokens": ("the tokenizer's files hold all its tokens", _OUT),
     "--tiktoken-pattern": ("the pattern follows from the file", _OUT),
-    "--pipeline-model-parallel-layout": (_STAGES, "--layers-per-stage 3,5,5,3"),
-    "--account-for-embedding-in-pipeline-split": (_STAGES, "--first-stage-layers 3"),
-    "--account-for-loss-in-pipeline-split": (_STAGES, "--last-stage-layers 3"),
-    "--microbatch-group-size-per-virtual-pipeline-stage": ("the interleaved table works in groups of pp", _OUT),
+    "--account-for-embedding-in-pipeline-split": (_STAGES, "--layer-split balanced"),
+    "--account-for-loss-in-pipeline-split": (_STAGES, "--layer-split balanced"),
     "--use-tp-pp-dp-mapping": ("ranks are ordered TP, DP, PP, fastest first", _OUT),
-    "--defer-embedding-wgrad-compute": ("weight gradients are not deferred", _OUT),
-    "--delay-wgrad-compute": ("weight gradients are not deferred", _OUT),
+    "--defer-embedding-wgrad-compute": ("the output layer's weight gradient is formed with its loss", _OUT),
+    "--delay-wgrad-compute": ("the schedule says which weight gradients are deferred", "--schedule zb-h1"),
     "--ddp-num-buckets": ("buckets are given by size", "--ddp-bucket-size 40000000"),
     "--decoupled-lr": ("all weights share one learning rate", "--lr 0.0003"),
     "--decoupled-min-lr": ("all weights share one learning rate", "--min-lr 0.00003"),

@@ -6,6 +6,7 @@ from isotron.config.rules import Facts, Rule, asked, nearest_divisor
 from isotron.config.schema import RunConfig
 from isotron.core.errors import Problem, Refused
 from isotron.core.parallel.plan import split_layers
+from isotron.core.parallel.split import model_costs
 
 
 def _heads_divide(c: RunConfig, f: Facts) -> Problem:
@@ -124,9 +125,14 @@ def _stage_list_and_ends(c: RunConfig, f: Facts) -> Problem:
 def _counts(c: RunConfig) -> list[int]:
     """Layers of each stage; empty when they cannot be dealt as asked."""
     try:
-        return [len(r) for r in split_layers(c.model.num_layers, c.layout)]
+        return [len(r) for r in split_layers(c.model.num_layers, c.layout, model_costs(c.model))]
     except Refused:
         return []
+
+
+def _numbered(c: RunConfig) -> bool:
+    """Whether every stage's blocks are given."""
+    return bool(c.layout.layers_per_stage or c.layout.pipeline_layout)
 
 
 def _ends(c: RunConfig, f: Facts) -> Problem:
@@ -144,21 +150,6 @@ def _empty_stage(c: RunConfig, f: Facts) -> Problem:
         f"--pp {pp} --vpp 1 --first-stage-layers 0 --last-stage-layers 0, or ask for empty stages by --layers-per-stage"
     )
     return Problem(asked(c, "num_layers", "pp", "vpp", "first_stage_layers", "last_stage_layers"), case, fix)
-
-
-def _vpp_alone(c: RunConfig, f: Facts) -> Problem:
-    case = "several stages per rank shorten the wait between pipeline ranks, and there is one rank"
-    return Problem(asked(c, "vpp", "pp"), case, "--vpp 1, or --pp 2 or more")
-
-
-def _vpp_schedule(c: RunConfig, f: Facts) -> Problem:
-    case = f"schedule {c.layout.schedule} has one stage per rank, and vpp is {c.layout.vpp}"
-    return Problem(asked(c, "schedule", "vpp"), case, "--schedule interleaved, or --vpp 1")
-
-
-def _interleaved_alone(c: RunConfig, f: Facts) -> Problem:
-    case = "the interleaved schedule alternates between several stages of a rank, and there is one"
-    return Problem(asked(c, "schedule", "vpp"), case, "--schedule auto, or --pp 2 --vpp 2")
 
 
 def _recompute_units(c: RunConfig, f: Facts) -> Problem:
@@ -194,7 +185,7 @@ def _no_device(c: RunConfig, f: Facts) -> Problem:
     return Problem(asked(c, "device"), "no such device is visible to torch", "--device cpu")
 
 
-_DEAL = ("num_layers", "pp", "vpp", "layers_per_stage", "first_stage_layers", "last_stage_layers")
+_DEAL = ("num_layers", "pp", "vpp", "layers_per_stage", "first_stage_layers", "last_stage_layers", "pipeline_layout")
 
 LAYOUT_RULES: tuple[Rule, ...] = (
     Rule("heads divide the width", ("hidden_size", "num_attention_heads", "head_dim"),
@@ -219,13 +210,8 @@ LAYOUT_RULES: tuple[Rule, ...] = (
     Rule("one way to deal layers", _DEAL,
          lambda c, f: bool(c.layout.layers_per_stage) and c.layout.first_stage_layers + c.layout.last_stage_layers > 0,
          _stage_list_and_ends),
-    Rule("first and last stage", _DEAL, lambda c, f: not c.layout.layers_per_stage and not _counts(c), _ends),
-    Rule("no empty stage", _DEAL, lambda c, f: not c.layout.layers_per_stage and 0 in _counts(c), _empty_stage),
-    Rule("vpp needs pp", ("vpp", "pp"), lambda c, f: c.layout.vpp > 1 and c.layout.pp == 1, _vpp_alone),
-    Rule("vpp needs interleaved", ("vpp", "schedule"),
-         lambda c, f: c.layout.vpp > 1 and c.layout.schedule in ("gpipe", "1f1b"), _vpp_schedule),
-    Rule("interleaved needs vpp", ("vpp", "schedule"),
-         lambda c, f: c.layout.vpp == 1 and c.layout.schedule == "interleaved", _interleaved_alone),
+    Rule("first and last stage", _DEAL, lambda c, f: not _numbered(c) and not _counts(c), _ends),
+    Rule("no empty stage", _DEAL, lambda c, f: not _numbered(c) and 0 in _counts(c), _empty_stage),
     Rule("units of full recompute", ("recompute", "recompute_num_layers"),
          lambda c, f: c.layout.recompute_num_layers > 1 and c.layout.recompute != "full", _recompute_units),
     Rule("world size", ("tp", "pp", "dp"), _world_broken, _world),

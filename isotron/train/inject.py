@@ -43,7 +43,7 @@ def _dropped_sum(model: ParallelModel) -> Iterator[None]:
     if layout.tp > 1 and (layout.sequence_parallel or cfg.kv_heads < layout.tp):
         with patch.object(Flat, "_sum_partial", lambda self: None):
             yield
-    elif layout.pp > 1 and cfg.tie_embeddings:
+    elif layout.placement[0] != layout.placement[-1] and cfg.tie_embeddings:
         ties = [(stage.flat, stage.flat.tie) for stage in model.stages.values()]
         for flat, tie in ties:
             flat.tie = None if tie is None else (tie[0], ALONE)

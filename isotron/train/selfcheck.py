@@ -13,6 +13,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from isotron.config.schema import RunConfig
+from isotron.core.parallel.pipeline.tables import is_file
 from isotron.core.parallel.plan import Layout
 from isotron.launch import run_ranks
 from isotron.train.verify import Case, Measured, Row, compare, measure
@@ -31,7 +32,10 @@ def scaled_layout(config: RunConfig) -> Layout:
         tp=tp,
         pp=min(own.pp, 2),
         dp=min(max(own.dp, 1), 2),
-        vpp=min(own.vpp, 2),
+        vpp=min(own.chunks, 2),
+        schedule="auto" if is_file(own.schedule) else own.schedule,  # a table in a file has one size
+        microbatch_group=0,
+        pipeline_layout="",
         layers_per_stage=(),
         first_stage_layers=min(own.first_stage_layers, 1),
         last_stage_layers=min(own.last_stage_layers, 1),
@@ -48,7 +52,8 @@ def scaled_model(config: RunConfig, layout: Layout) -> Any:
     heads = kv * (model.num_attention_heads // model.kv_heads)
     heads += -heads % layout.tp
     decoupled = model.head_size * model.num_attention_heads != model.hidden_size
-    uneven = bool(model.num_layers % layout.stages) or bool(config.layout.layers_per_stage)
+    numbered = config.layout.layers_per_stage or config.layout.pipeline_layout
+    uneven = bool(model.num_layers % layout.stages) or bool(numbered)
     sizes: dict[str, Any] = {
         "num_layers": 2 * layout.stages + uneven,
         "num_attention_heads": heads,

@@ -167,3 +167,11 @@ def test_mixtures_are_refused(line, parts):
 def test_switches_that_agree_with_the_family_are_fine():
     config = config_of(f"--preset llama-tiny {LLAMA}")
     assert config == config_of("--preset llama-tiny")
+
+
+def test_pipeline_spellings():
+    line = "--pp 2 --num-layers 5 --pipeline-model-parallel-layout Et*2|(t|)*2,tL --recompute full"
+    line += " --num-microbatches-with-partial-activation-checkpoints 2 --microbatch-group-size-per-virtual-pipeline-stage 3"
+    layout = load(line.split())[0].layout
+    assert (layout.pipeline_layout, layout.recompute_keep, layout.microbatch_group) == ("Et*2|(t|)*2,tL", 2, 3)
+    assert layout.chunks == 2

@@ -26,7 +26,7 @@ rope_mscale rope_mscale_all_dim rope_attention_factor rope_short_factor rope_lon
 reset_attention_mask reset_position_ids rope_theta run_dir save save_interval schedule seed seq_length
 sequence_parallel split start_weight_decay stuck_after_s end_weight_decay tensorboard tie_embeddings tokenizer_model
 tokenizer_type tp train_iters valid_data_path vocab_file vocab_size vpp wandb_exp_name wandb_project weight_decay
-weight_decay_incr_style zero
+weight_decay_incr_style zero schedule_memory schedule_costs microbatch_group layer_split pipeline_layout recompute_keep
 """
 
 

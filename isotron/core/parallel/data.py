@@ -79,7 +79,7 @@ class Flat:
         self.dp, self.sharded = dp, sharded
         self.tie = tie
         self._partial_group = partial_group
-        named = list(reversed(list(module.named_parameters())))
+        named = [n for n in reversed(list(module.named_parameters())) if n[0] in placed]  # not what another stage holds
         self._partial = _partial_pieces(placed, is_partial)
         # a tied parameter sits alone: its two owners must cut it alike, or rounding could drive their copies apart
         late = {name: 1 for name, _, _ in self._partial} | ({tie[0]: 2} if tie else {})

@@ -18,10 +18,10 @@ from isotron.core.errors import refuse
 from isotron.core.layout import Box
 from isotron.core.mesh import AXES, Mesh
 from isotron.core.parallel.data import View
-from isotron.core.parallel.pipeline import library
 from isotron.core.parallel.pipeline.runtime import Runtime
 from isotron.core.parallel.pipeline.stage import Stage, build_stage
 from isotron.core.parallel.plan import Layout, split_layers
+from isotron.core.parallel.split import model_costs
 
 Saved = tuple[str, tuple[int, ...], list[tuple[Box, Tensor]]]
 
@@ -37,12 +37,14 @@ class ParallelModel:
             raise refuse(asked, "chunks are dealt to pipeline ranks, and there is one", "--vpp 1, or --pp 2 or more")
         self.config, self.layout, self.mesh = config, layout, mesh
         self.dtype, self.device = dtype, device
-        layers = split_layers(config.num_layers, layout)
-        mine = range(mesh.coordinate["pp"], layout.stages, layout.pp)
-        self.stages: dict[int, Stage] = {
-            s: build_stage(config, s, layers[s], layout, mesh, dtype, device, seed) for s in mine
-        }
-        self.runtime = Runtime(self.stages, mesh.group("pp"), layout.overlap_grad_reduce)
+        layers = split_layers(config.num_layers, layout, model_costs(config))
+        self.stages: dict[int, Stage] = {}
+        for s, holder in enumerate(layout.placement):
+            if holder == mesh.coordinate["pp"]:
+                beside = self.stages.get(0)
+                self.stages[s] = build_stage(config, s, layers[s], layout, mesh, dtype, device, seed, beside)
+        keep = layout.recompute_keep if layout.recompute == "full" else None
+        self.runtime = Runtime(self.stages, mesh.group("pp"), layout.overlap_grad_reduce, keep)
 
     def count_parameters(self) -> int:
         """Elements of the whole model, each logical parameter once, without padding; counted over the ranks."""
@@ -55,8 +57,7 @@ class ParallelModel:
         for stage in self.stages.values():
             stage.module.train()
             stage.flat.begin()
-        schedule = library.plan(self.layout.schedule_name, self.layout.pp, len(batches), self.layout.vpp)
-        terms = self.runtime.run(schedule, batches, weight)
+        terms = self.runtime.run(self.layout.table(len(batches)), batches, weight)
         for stage in self.stages.values():
             stage.flat.finish_reduce()
         return terms
@@ -66,8 +67,7 @@ class ParallelModel:
         """Per-term sums of this rank without gradients."""
         for stage in self.stages.values():
             stage.module.eval()
-        schedule = library.forward_only(self.layout.schedule_name, self.layout.pp, len(batches), self.layout.vpp)
-        return self.runtime.run(schedule, batches, 1.0)
+        return self.runtime.run(self.layout.table(len(batches), forward_only=True), batches, 1.0)
 
     def views(self) -> list[View]:
         """What this rank's optimizer steps."""

@@ -7,8 +7,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from isotron.core.errors import refuse
 from isotron.core.options import option
+from isotron.core.parallel.pipeline import library, registry
+from isotron.core.parallel.pipeline.actions import Schedule
+from isotron.core.parallel.split import (
+    LayerCosts,
+    balanced_counts,
+    check_counts,
+    even_counts,
+    layout_counts,
+    stage_count,
+)
 
 
 @dataclass(frozen=True)
@@ -18,27 +27,52 @@ class Layout:
     tp: int = option(1, "tensor-parallel ranks: every layer is split over them")
     pp: int = option(1, "pipeline-parallel ranks: layers are dealt to them")
     dp: int = option(0, "data-parallel ranks; 0 means 1 on CPU and what the world allows elsewhere")
-    vpp: int = option(1, "pipeline stages (model chunks) per pipeline rank")
+    vpp: int = option(1, "pipeline stages (model chunks) per pipeline rank; the V-shaped schedules always have 2")
     sequence_parallel: bool = option(False, "split norms, dropout and residuals over TP along the sequence")
     zero: int = option(
         -1, "0: every rank keeps all optimizer state, 1: sharded over DP; -1 means 1 when dp > 1", choices=(-1, 0, 1)
     )
     schedule: str = option(
         "auto",
-        "pipeline schedule; auto is 1f1b, or interleaved when vpp > 1",
-        choices=("auto", "gpipe", "1f1b", "interleaved"),
+        f"pipeline schedule: {', '.join(registry.NAMES)}, or the path of a table (.txt, .csv); auto is 1f1b, or "
+        "interleaved when vpp > 1, or what schedule_memory allows",
     )
+    schedule_memory: float = option(
+        0.0,
+        "with schedule auto, take the shortest schedule that keeps at most this many microbatches per rank (1f1b keeps "
+        "pp); 0 means no search",
+        unit="microbatches",
+    )
+    schedule_costs: tuple[int, ...] = option(
+        (),
+        "what that search assumes a rank's layers to cost: forward, input gradient, weight gradient and transfer, in "
+        "any unit; empty means 1,1,1,0",
+    )
+    microbatch_group: int = option(0, "microbatches per chunk at a time in the interleaved schedule; 0 means pp")
     layers_per_stage: tuple[int, ...] = option(
         (), "blocks of each pipeline stage, first to last; empty means an even split"
     )
     first_stage_layers: int = option(0, "blocks of the first pipeline stage; 0 means as even as the rest")
     last_stage_layers: int = option(0, "blocks of the last pipeline stage; 0 means as even as the rest")
+    layer_split: str = option(
+        "even",
+        "how blocks are dealt to stages where no numbers are given: even, or balanced by cost with the output layer",
+        choices=("even", "balanced"),
+    )
+    pipeline_layout: str = option(
+        "",
+        "blocks of the stages as a string: E embedding, t block, L output layer, bars between stages, *n repeats: "
+        "Et*3|(tt|)*2,L",
+    )
     recompute: str = option(
         "none",
         "computed again in the backward: none, selective (norms, activations, probabilities), full (whole blocks)",
         choices=("none", "selective", "full"),
     )
     recompute_num_layers: int = option(1, "blocks per recomputed unit under recompute = full")
+    recompute_keep: int = option(
+        0, "microbatches in flight per stage that keep everything under recompute = full", unit="microbatches"
+    )
     make_vocab_size_divisible_by: int = option(128, "the held vocabulary is a multiple of this times tp")
     overlap_grad_reduce: bool = option(True, "start reducing a bucket's gradients while the backward goes on")
     overlap_param_gather: bool = option(True, "gather a bucket's weights while the next forward begins")
@@ -47,7 +81,25 @@ class Layout:
     @property
     def stages(self) -> int:
         """Pipeline stages in all."""
-        return self.pp * self.vpp
+        return self.pp * self.chunks
+
+    @property
+    def chunks(self) -> int:
+        """Pipeline stages per rank: vpp, or what the schedule or the layout string makes of it."""
+        if self.pipeline_layout and self.pp > 1:
+            return max(1, stage_count(self.pipeline_layout) // self.pp)
+        return registry.stages_per_rank(self.schedule, self.pp, self.vpp)
+
+    @property
+    def placement(self) -> tuple[int, ...]:
+        """Stage -> pipeline rank, the same for any number of microbatches."""
+        return library.placement(self.schedule, self.pp, self.chunks, self.schedule_memory)
+
+    def table(self, microbatches: int, forward_only: bool = False) -> Schedule:
+        """The pipeline table of a step, or of an evaluation."""
+        make = library.forward_only if forward_only else library.plan
+        group, memory, costs = self.microbatch_group, self.schedule_memory, self.schedule_costs
+        return make(self.schedule, self.pp, microbatches, self.chunks, group, memory, costs)
 
     @property
     def world(self) -> int:
@@ -62,7 +114,7 @@ class Layout:
     @property
     def schedule_name(self) -> str:
         """The schedule with auto resolved."""
-        return self.schedule if self.schedule != "auto" else ("interleaved" if self.vpp > 1 else "1f1b")
+        return self.schedule if self.schedule_memory else registry.resolved(self.schedule, self.chunks)
 
     def padded_vocab(self, vocab_size: int) -> int:
         """Rows held for the vocabulary: a multiple of make_vocab_size_divisible_by x tp."""
@@ -70,26 +122,20 @@ class Layout:
         return -(-vocab_size // unit) * unit
 
 
-def split_layers(num_layers: int, layout: Layout) -> list[range]:
-    """Global block numbers of each pipeline stage; their lengths always sum to `num_layers`."""
+def split_layers(num_layers: int, layout: Layout, costs: LayerCosts | None = None) -> list[range]:
+    """Global block numbers of each pipeline stage; their lengths always sum to `num_layers`.
+
+    `costs`: what layer_split = balanced balances; without them every block costs the same and the ends nothing.
+    """
     stages = layout.stages
-    if layout.layers_per_stage:
+    if layout.pipeline_layout:
+        counts = layout_counts(layout.pipeline_layout)
+    elif layout.layers_per_stage:
         counts = list(layout.layers_per_stage)
+    elif layout.layer_split == "balanced":
+        counts = balanced_counts(costs or LayerCosts((1.0,) * num_layers), stages)
     else:
-        fixed = {0: layout.first_stage_layers, stages - 1: layout.last_stage_layers}
-        fixed = {i: n for i, n in fixed.items() if n}
-        free = [i for i in range(stages) if i not in fixed]
-        each, extra = divmod(num_layers - sum(fixed.values()), len(free)) if free else (0, 0)
-        counts = [fixed.get(i, 0) for i in range(stages)]
-        # one more block to the stages in the middle: the first holds the embedding, the last the head
-        middle = sorted(free, key=lambda i: (abs(2 * i - (stages - 1)), i))
-        for place, i in enumerate(middle):
-            counts[i] = each + (place < extra)
-    if len(counts) != stages or sum(counts) != num_layers or min(counts) < 0:
-        raise refuse(
-            f"num_layers {num_layers} over {stages} pipeline stages as {counts}",
-            f"the stages must be {stages} counts >= 0 that sum to {num_layers}, these sum to {sum(counts)}",
-            "--layers-per-stage with counts that sum to num_layers, or leave it out for an even split",
-        )
+        counts = even_counts(num_layers, stages, layout.first_stage_layers, layout.last_stage_layers)
+    check_counts(counts, num_layers, stages)
     starts = [sum(counts[:i]) for i in range(stages)]
     return [range(a, a + n) for a, n in zip(starts, counts, strict=True)]

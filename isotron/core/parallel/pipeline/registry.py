@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
 
-from isotron.core.errors import refuse
+from isotron.core.errors import Refused, refuse
 from isotron.core.parallel.pipeline import schedules, tables, vshape
 from isotron.core.parallel.pipeline.actions import Schedule
 
@@ -93,7 +93,7 @@ def check_stages(name: str, p: int, v: int) -> None:
         raise refuse(asked, f"{name} has two stages per rank", "--vpp 2, or leave --vpp out")
 
 
-def unknown(name: str) -> Exception:
+def unknown(name: str) -> Refused:
     """The error for a schedule that does not exist."""
     near = get_close_matches(name, NAMES, n=1) or ["1f1b"]
     case = f"the schedules are {', '.join(NAMES)}, or the path of a file that holds a table (.txt, .csv)"

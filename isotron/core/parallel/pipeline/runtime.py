@@ -1,18 +1,26 @@
 """The only executor: runs this rank's row of a pipeline table, whatever schedule wrote it.
 
 One process without a pipeline runs the one-stage table. Every maximal run of transfers is posted as one batch, and
-nothing waits before a compute action needs the data. Reading order: `Runtime.run`, then the `_Pass` that holds one
-step's state.
+nothing waits before a compute action needs the data. Of a forward only what its backward needs is kept: of the output
+the edge of its graph, not its values, which are free as soon as they are sent; of a deferred weight gradient its two
+factors, until it is computed. Reading order: `Runtime.run`, then the `_Pass` that holds one step's state.
+
+The weight gradient of the output layer is formed in the forward of the loss, while its logits are at hand (to defer it
+would mean to keep logits or to form them again), and those of norms, biases and embeddings in the B action; all others
+wait for a W action where the table has one.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import groupby
+from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from isotron.core import comm
 from isotron.core.batch import Batch
@@ -24,12 +32,47 @@ Key = tuple[int, int]
 KEPT_SENDS = 8  # sends under way at a time; each holds its tensor in memory
 
 
-class Runtime:
-    """Executes tables over the stages of this rank. `group`: the pipeline ranks. `overlap`: reduce buckets while the
-    last backward goes on."""
+class Observer(Protocol):
+    """Hears what the runtime does, when it does it."""
 
-    def __init__(self, stages: Mapping[int, Stage], group: Group, overlap: bool) -> None:
-        self.stages, self.group, self.overlap = stages, group, overlap
+    def computed(self, action: Action) -> AbstractContextManager[None]:
+        """Around every compute action and REDUCE."""
+        ...
+
+    def posted(self, actions: Sequence[Action]) -> None:
+        """Transfers have been started."""
+        ...
+
+    def arrived(self, action: Action) -> AbstractContextManager[None]:
+        """Around the wait for what a RECV started."""
+        ...
+
+
+class Nobody:
+    """The observer of a run that is not traced."""
+
+    def computed(self, action: Action) -> AbstractContextManager[None]:
+        """Nothing."""
+        return nullcontext()
+
+    def posted(self, actions: Sequence[Action]) -> None:
+        """Nothing."""
+
+    def arrived(self, action: Action) -> AbstractContextManager[None]:
+        """Nothing."""
+        return nullcontext()
+
+
+class Runtime:
+    """Executes tables over the stages of this rank.
+
+    `group`: the pipeline ranks. `overlap`: reduce buckets while the last backward goes on. `keep`: under full
+    recompute, how many microbatches in flight per stage keep everything nevertheless; None: no full recompute.
+    """
+
+    def __init__(self, stages: Mapping[int, Stage], group: Group, overlap: bool, keep: int | None = None) -> None:
+        self.stages, self.group, self.overlap, self.keep = stages, group, overlap, keep
+        self.observer: Observer = Nobody()
 
     def run(self, schedule: Schedule, batches: Sequence[Batch], weight: float) -> dict[str, Tensor]:
         """Forward and, where the table says so, backward over all microbatches.
@@ -44,7 +87,9 @@ class Runtime:
             else:
                 for action in actions:
                     for part in action.parts:
-                        step.compute(part)
+                        step.take(part)
+                        with self.observer.computed(part):
+                            step.compute(part)
         step.finish()
         return step.terms
 
@@ -57,7 +102,10 @@ class _Pass:
         self.stages = runtime.stages
         self.last_stage = schedule.stages - 1
         self.inputs: dict[Key, dict[str, Tensor]] = {}
-        self.outputs: dict[Key, dict[str, Tensor]] = {}
+        self.outputs: dict[Key, dict[str, Tensor]] = {}  # values, until they are sent
+        self.edges: dict[Key, dict[str, GradientEdge]] = {}  # where the backward of an output begins
+        self.keeping: dict[int, set[int]] = {s: set() for s in runtime.stages}  # microbatches that keep everything
+        self.taken: dict[str, Tensor] = {}
         self.losses: dict[Key, list[tuple[Tensor, float]]] = {}
         self.gradients: dict[Key, dict[str, Tensor]] = {}
         self.arriving: dict[tuple[Kind, int, int], dict[str, comm.Pending]] = {}
@@ -68,6 +116,7 @@ class _Pass:
         mine = [part for _, part in schedule.parts(rank)]
         self.backwards = {s: sum(a.kind is Kind.B and a.stage == s for a in mine) for s in self.stages}
         self.deferred = {(a.stage, a.microbatch) for a in mine if a.kind is Kind.W}
+        self.owed = {s: sum(stage == s for stage, _ in self.deferred) for s in self.stages}
         self.training = any(self.backwards.values())
 
     # ---- compute ---------------------------------------------------------------------------------------------------
@@ -80,36 +129,67 @@ class _Pass:
         key = (action.stage, int(action.microbatch or 0))
         {Kind.F: self.forward, Kind.B: self.backward, Kind.W: self.weight_gradient}[action.kind](*key)
 
+    def take(self, action: Action) -> None:
+        """Wait for what a compute action needs of another stage."""
+        s, m = action.stage, int(action.microbatch or 0)
+        self.taken = {}
+        if action.kind is Kind.F and s:
+            self.taken = self._take(Kind.RECV_F, s, m)
+        elif action.kind is Kind.B and s < self.last_stage:
+            self.taken = self._take(Kind.RECV_B, s, m)
+
     def forward(self, s: int, m: int) -> None:
         """Output and terms of a stage; nothing is kept when the table has no backward."""
-        received = self._take(Kind.RECV_F, s, m) if s else {}
+        received, self.taken = self.taken, {}
         if self.training:
             received = {k: v.requires_grad_() for k, v in received.items()}
+            self._choose_recompute(s, m)
         with torch.set_grad_enabled(self.training):
             output, terms = self.stages[s].module(self.batches[m], received, self.weight)
+        self._check_boundary(s, m, output)
         for name, (value, _) in terms.items():
             total = value.detach().double()
             self.terms[name] = self.terms[name] + total if name in self.terms else total
-        self.outputs[s, m] = output
         if self.training:
+            self.edges[s, m] = {k: get_gradient_edge(v) for k, v in output.items()}
             self.inputs[s, m] = received
             self.losses[s, m] = list(terms.values())
         if s < self.last_stage and self.schedule.placement[s + 1] == self.runtime.group.index:
             self._hand_over(Kind.RECV_F, s + 1, m, {k: v.detach() for k, v in output.items()})
+        elif s < self.last_stage:
+            self.outputs[s, m] = {k: v.detach() for k, v in output.items()}
+
+    def _choose_recompute(self, s: int, m: int) -> None:
+        """The first microbatches in flight keep everything, as many as the layout allows."""
+        if self.runtime.keep is not None:
+            wanted = len(self.keeping[s]) >= self.runtime.keep
+            self.stages[s].recompute(wanted)
+            if not wanted:
+                self.keeping[s].add(m)
+
+    def _check_boundary(self, s: int, m: int, output: Mapping[str, Tensor]) -> None:
+        """What a stage hands on must be what the next one receives: names, shapes and types."""
+        if s == self.last_stage:
+            return
+        agreed = self.stages[s].boundary_shapes(self.batches[m].shape)
+        found = {name: (tuple(t.shape), t.dtype) for name, t in output.items()}
+        if found != agreed:
+            raise RuntimeError(f"stage {s} hands on {found}, its neighbours agreed on {agreed}")
 
     def backward(self, s: int, m: int) -> None:
         """Input gradient of a stage, and its weight gradients unless the table has a W for them."""
         stage, key = self.stages[s], (s, m)
         self.backwards[s] -= 1
-        if not self.backwards[s] and self.runtime.overlap and key not in self.deferred:
+        if not self.backwards[s] and self.runtime.overlap and not self.owed[s]:
             stage.flat.watch()
         if key in self.deferred:
             self._defer(stage, self.later.setdefault(key, []))
-        gradients = self._take(Kind.RECV_B, s, m) if s < self.last_stage else {}
-        outputs = self.outputs.pop(key)
-        tensors = [outputs[k] for k in gradients] + [value for value, _ in self.losses[key]]
-        grads = list(gradients.values()) + [torch.full_like(v, w) for v, w in self.losses.pop(key)]
-        torch.autograd.backward(tensors, grads)
+        gradients, self.taken = self.taken, {}
+        edges, losses = self.edges.pop(key), self.losses.pop(key)
+        roots: list[Tensor | GradientEdge] = [*(edges[k] for k in gradients), *(value for value, _ in losses)]
+        grads = [*gradients.values(), *(torch.full_like(value, w) for value, w in losses)]
+        torch.autograd.backward(roots, grads)  # type: ignore[arg-type]
+        self.keeping[s].discard(m)
         self._defer(stage, None)
         inputs = self.inputs.pop(key)
         found = {k: v.grad if v.grad is not None else torch.zeros_like(v) for k, v in inputs.items()}
@@ -119,9 +199,11 @@ class _Pass:
             self.gradients[key] = found
 
     def weight_gradient(self, s: int, m: int) -> None:
-        """The weight gradients that a backward put off."""
-        for work in self.later.pop((s, m)):
-            work()
+        """The weight gradients that a backward put off; each one's factors are free when it is done."""
+        self.owed[s] -= 1
+        waiting = self.later.pop((s, m))[::-1]
+        while waiting:
+            waiting.pop()()
 
     @staticmethod
     def _defer(stage: Stage, later: list[Callable[[], None]] | None) -> None:
@@ -141,8 +223,7 @@ class _Pass:
             toward = s + 1 if action.kind in (Kind.SEND_F, Kind.RECV_B) else s - 1
             peer = ranks[placement[toward]]
             if action.kind is Kind.SEND_F:
-                output = self.outputs[s, m] if self.training else self.outputs.pop((s, m))
-                sends += [(t.detach().contiguous(), peer) for _, t in sorted(output.items())]
+                sends += [(t.contiguous(), peer) for _, t in sorted(self.outputs.pop((s, m)).items())]
             elif action.kind is Kind.SEND_B:
                 sends += [(t.contiguous(), peer) for _, t in sorted(self.gradients.pop((s, m)).items())]
             else:
@@ -151,6 +232,7 @@ class _Pass:
                     receives.append((torch.empty(shape, dtype=dtype, device=device), peer))
                     targets.append(((action.kind, s, m), name))
         pendings = comm.exchange(sends, receives, self.runtime.group)
+        self.runtime.observer.posted(actions)
         self.leaving.extend(pendings[: len(sends)])
         while len(self.leaving) > KEPT_SENDS:  # tables are free of circles even if every call is waited for at once
             self.leaving.popleft().wait()
@@ -158,7 +240,8 @@ class _Pass:
             self.arriving.setdefault(target, {})[name] = pending
 
     def _take(self, kind: Kind, s: int, m: int) -> dict[str, Tensor]:
-        return {name: pending.wait() for name, pending in self.arriving.pop((kind, s, m)).items()}
+        with self.runtime.observer.arrived(Action(kind, s, m)):
+            return {name: pending.wait() for name, pending in self.arriving.pop((kind, s, m)).items()}
 
     def _hand_over(self, kind: Kind, s: int, m: int, tensors: dict[str, Tensor]) -> None:
         self.arriving[kind, s, m] = {name: comm.done(t) for name, t in tensors.items()}

@@ -37,6 +37,10 @@ class Stage:
     sequence_split: int
     dtype: torch.dtype
 
+    def recompute(self, wanted: bool) -> None:
+        """Under full recompute: whether the next forward keeps only the inputs of its recomputed units."""
+        self.module.recompute = "full" if wanted else "none"
+
     def boundary_shapes(self, batch_shape: tuple[int, int]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Name -> (shape, dtype) of the tensors between two stages, for a batch of (B, S)."""
         b, s = batch_shape
@@ -52,26 +56,33 @@ def build_stage(
     dtype: torch.dtype,
     device: torch.device,
     seed: int,
+    beside: Stage | None = None,
 ) -> Stage:
-    """Stage `number` of `layout.stages`, holding blocks `layers`, with its initial weights."""
+    """Stage `number` of `layout.stages`, holding blocks `layers`, with its initial weights.
+
+    `beside`: the first stage, when this is another one on its rank. A tie between the two is then one parameter, which
+    the first stage owns.
+    """
     padded = layout.padded_vocab(cfg.vocab_size)
     first, last = number == 0, number == layout.stages - 1
     with torch.device("meta"):
         module: Decoder = import_module(f"isotron.core.models.{cfg.family}").build(cfg, layers, first, last, padded)
     table = cfg.layout(padded)
     tied = dict(table.ties)
+    owner = module if first else None if beside is None else beside.module
     placed: dict[str, Placed] = {}
     for name, p in list(module.named_parameters()):
         canonical = table.canonical(name)
-        if canonical != name and first:  # both owners live on this stage: one parameter
-            _put(module, name, module.get_parameter(canonical))
+        if canonical != name and owner is not None:  # both owners live on this rank: one parameter
+            _put(module, name, owner.get_parameter(canonical))
             continue
         rule = table.rule(canonical)
         here = Placed(canonical, rule, shard(rule, mesh.coordinate, mesh.sizes), counts=canonical == name)
         _check_shape(name, p, here, padded)
         _put(module, name, nn.Parameter(initial(here, dtype, seed).to(device)))
         placed[name] = here
-    fill_sockets(module, {**placed, **_aliases(placed, tied)}, mesh.group("tp"), layout.sequence_parallel)
+    known = placed if beside is None else {**beside.placed, **placed}
+    fill_sockets(module, {**placed, **_aliases(known, tied)}, mesh.group("tp"), layout.sequence_parallel)
     _set_policies(module, layout, seed)
     flat = _flatten(module, placed, tied, first, last, layout, mesh)
     sequence_split = layout.tp if layout.sequence_parallel else 1
@@ -127,10 +138,10 @@ def _flatten(
     mesh: Mesh,
 ) -> Flat:
     tie = None
-    if tied and (first or last):
-        ends = mesh.ranks_along("pp")
-        group = mesh.group_of((mesh.rank,) if first and last else (ends[0], ends[-1]))
-        tie = (next(iter(tied.values())) if first else next(iter(tied)), group)
+    if tied and (first or (last and any(alias in placed for alias in tied))):
+        along, home = mesh.ranks_along("pp"), layout.placement
+        ends = dict.fromkeys((along[home[0]], along[home[-1]]))
+        tie = (next(iter(tied.values())) if first else next(iter(tied)), mesh.group_of(ends))
 
     def is_partial(p: Placed, replicas: int) -> bool:
         return p.rule.region == "heads" or layout.sequence_parallel

@@ -1,8 +1,8 @@
 """Tables in files: the text form of `actions.py`, and CSV with one line per rank. PURE.
 
-CSV cells are actions (`F0.3`, `B1.2`, `SEND_F0.3`) or, as other programs write them, stage, letter and microbatch: `0F3` a
-forward, `1B2` whole backward, `1I2` input gradient, `1W2` weight gradient. Empty cells are skipped. Which rank holds a
-stage follows from the lines; a table without transfers or reductions gets them when it is used.
+CSV cells are actions (`F0.3`, `B1.2`, `SEND_F0.3`) or, as other programs write them, stage, letter and microbatch:
+`0F3` forward, `1B2` whole backward, `1I2` input gradient, `1W2` weight gradient. Empty cells are skipped. Which rank
+holds a stage follows from the lines; a table without transfers or reductions gets them when it is used.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ def read(path: str) -> Schedule:
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise refuse(f"--schedule {path}", f"it cannot be read: {error}", "the path of a table, or a name") from None
+        fix = "--schedule 1f1b, or the path of a table"
+        raise refuse(f"--schedule {path}", f"it cannot be read: {error}", fix) from None
     return parse(text, Path(path).stem)
 
 

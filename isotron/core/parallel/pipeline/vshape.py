@@ -2,8 +2,8 @@
 
 PURE. Notable: a rank's two stages balance each other (one keeps activations long where the other keeps them briefly),
 and the loss stands on the first rank, whose backward can begin early. Half a rank's layers are one stage, so
-activations below are counted in half microbatches. Sources: ZB-V (Qi et al. 2023, section 6), V-Half and V-Min (Qi et al. 2024,
-section 3), DualPipeV (the V-shaped half of DualPipe, DeepSeek-AI 2024, section 3.2.1).
+activations below are counted in half microbatches. Sources: ZB-V (Qi et al. 2023, section 6), V-Half and V-Min (Qi et
+al. 2024, section 3), DualPipeV (the V-shaped half of DualPipe, DeepSeek-AI 2024, section 3.2.1).
 """
 
 from __future__ import annotations

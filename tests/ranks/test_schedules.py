@@ -1,0 +1,71 @@
+"""The float64 matrix of the pipeline schedules: every schedule with every feature that meets it, against one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from isotron.core.parallel.plan import Layout
+from isotron.train.verify import Case, Measured, measure
+from tests.matrix import MODELS, faults, reference_of
+
+Ranks = Callable[..., list[Any]]
+
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "gpipe": {},
+    "1f1b": {},
+    "interleaved": {"vpp": 2},
+    "interleaved-group3": {"schedule": "interleaved", "vpp": 2, "microbatch_group": 3},
+    "breadth-first": {"vpp": 2},
+    "zb-h1": {},
+    "zb-h2": {},
+    "zbv": {},
+    "v-half": {},
+    "v-min": {},
+    "dualpipev": {},
+    "searched": {"schedule": "auto", "schedule_memory": 2.0, "schedule_costs": (10, 14, 11, 2)},
+    "searched-v": {"schedule": "auto", "vpp": 2, "schedule_memory": 1.5},
+}
+FEATURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "plain": ("llama", {}),
+    "TP2": ("gpt", {"tp": 2}),
+    "SP": ("llama", {"tp": 2, "sequence_parallel": True}),
+    "DP2-zero1": ("gpt", {"dp": 2, "zero": 1}),
+    "recompute": ("llama", {"recompute": "full", "recompute_num_layers": 2, "recompute_keep": 1}),
+    "selective": ("gpt", {"recompute": "selective"}),
+    "tied": ("llama-tied", {"dp": 2, "zero": 1}),
+    "uneven": ("gpt", {"uneven": True}),
+}
+
+
+def case_of(schedule: str, feature: str) -> Case:
+    """Four microbatches (an odd step of three) on two pipeline ranks."""
+    model, wanted = FEATURES[feature]
+    sizes = {"schedule": schedule, **SCHEDULES[schedule], **wanted}
+    uneven = sizes.pop("uneven", False)
+    sizes = {"dp": 1, "pp": 2, "make_vocab_size_divisible_by": 8, "ddp_bucket_size": 3000, **sizes}
+    layout = Layout(**sizes)
+    if uneven:
+        counts = (1, 4) if layout.stages == 2 else (0, 3, 1, 1)
+        layout = Layout(**sizes, layers_per_stage=counts)
+    return Case(MODELS[model], layout, 16, 1, layout.dp, steps=3, batch_multiples=(4, 3, 1))
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_schedule_equals_one_process(ranks: Ranks, schedule: str, feature: str) -> None:
+    case = case_of(schedule, feature)
+    found: Measured = ranks(case.layout.world, measure, case, timeout=120)[0]
+    assert found.differing == []
+    bad = faults(found, reference_of(case))
+    assert not bad, "\n".join(bad[:8])
+
+
+@pytest.mark.parametrize("schedule", ["zbv", "v-min", "dualpipev", "zb-h2", "breadth-first"])
+def test_four_pipeline_ranks(ranks: Ranks, schedule: str) -> None:
+    layout = Layout(dp=1, pp=4, schedule=schedule, make_vocab_size_divisible_by=8, **SCHEDULES[schedule])
+    case = Case(MODELS["llama-tied"], layout, 16, 1, 1, steps=2, batch_multiples=(9, 2))
+    found: Measured = ranks(4, measure, case, timeout=120)[0]
+    assert not faults(found, reference_of(case)) and found.differing == []
