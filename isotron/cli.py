@@ -52,6 +52,12 @@ VERBS: dict[str, Verb] = {
         "isotron.commands.generate:run",
         "isotron.commands.generate:help_text",
     ),
+    "convert": Verb(
+        "a model from or to Hugging Face's format, streamed and checked",
+        "isotron convert runs/first my_model --to hf",
+        "isotron.commands.convert:run",
+        "isotron.commands.convert:help_text",
+    ),
     "verify": Verb(
         "your config, scaled down, in your layout against one process in float64",
         "isotron verify --config run.toml --tp 2 --pp 2",
@@ -66,10 +72,8 @@ VERBS: dict[str, Verb] = {
     ),
 }
 
-_HF = "leave the checkpoint as it is: isotron train and isotron generate load it in any layout"
 NOT_BUILT: dict[str, str] = {
     "finetune": "isotron train --load DIR --data-path DATA continues pre-training from a checkpoint",
-    "convert": _HF,
     "serve": "isotron generate --load DIR --prompt TEXT",
     "evaluate": "isotron train with --valid-data-path reports the loss on held-out data",
     "plan": "isotron verify with the layout in question",

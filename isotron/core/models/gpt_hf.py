@@ -1,4 +1,4 @@
-"""GPT-2 in Hugging Face's spelling: config.json both ways, and the names of tensors; their matrices are transposed. PURE."""
+"""GPT-2 in Hugging Face's spelling: config.json both ways, names of tensors; theirs are transposed. PURE."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from isotron.core.models.gpt_config import GPTConfig
 from isotron.core.models.hf_fields import Fields
 from isotron.core.models.hf_names import Mapped, same
 
+CONFIG = GPTConfig
 MODEL_TYPE = "gpt2"
 ARCHITECTURE = "GPT2LMHeadModel"
 PREFIX = "transformer."
@@ -68,7 +69,10 @@ def write_config(cfg: GPTConfig) -> dict[str, Any]:
 def tensors(cfg: GPTConfig) -> list[Mapped]:
     """Every tensor of the model, ours and theirs."""
     v, d = cfg.vocab_size, cfg.hidden_size
-    found = [same("embed.weight", EMBEDDING, v), same("positions.weight", "transformer.wpe.weight", cfg.max_position_embeddings)]
+    found = [
+        same("embed.weight", EMBEDDING, v),
+        same("positions.weight", "transformer.wpe.weight", cfg.max_position_embeddings),
+    ]
     found += [same(f"norm.{kind}", f"transformer.ln_f.{kind}", d) for kind in ("weight", "bias")]
     found += [] if cfg.tie_embeddings else [same("head.weight", HEAD, v)]
     return [*found, *(m for i in range(cfg.num_layers) for m in _layer(cfg, i))]

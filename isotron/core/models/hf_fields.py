@@ -25,7 +25,7 @@ NEUTRAL = frozenset(
     classifier_dropout_prob summary_type summary_use_proj summary_activation summary_proj_to_labels
     summary_first_dropout reorder_and_upcast_attn n_ctx is_decoder unsloth_version unsloth_fixed base_model_tp_plan
     base_model_pp_plan _commit_hash language
-    """.split()
+    """.split()  # noqa: SIM905  a list of words reads better as text
 )
 MUST_BE_OFF = ("is_encoder_decoder", "add_cross_attention", "tie_encoder_decoder", "quantization_config")
 
@@ -76,7 +76,10 @@ class Fields:
 # their key -> (our field, kinds of scaling that have it)
 _KEYS: dict[str, tuple[str, tuple[str, ...]]] = {
     "factor": ("rope_factor", ("linear", "dynamic", "llama3", "yarn", "longrope")),
-    "original_max_position_embeddings": ("rope_original_positions", ("linear", "dynamic", "llama3", "yarn", "longrope")),
+    "original_max_position_embeddings": (
+        "rope_original_positions",
+        ("linear", "dynamic", "llama3", "yarn", "longrope"),
+    ),
     "low_freq_factor": ("rope_low_freq_factor", ("llama3",)),
     "high_freq_factor": ("rope_high_freq_factor", ("llama3",)),
     "beta_fast": ("rope_beta_fast", ("yarn",)),
@@ -120,7 +123,9 @@ def read_rope(fields: Fields, longest: int, theta: str = "rope_theta", percent: 
     found: dict[str, Any] = {"rope_scaling": _TYPES[kind]}
     found["rope_theta"] = float(_agreed(fields, "rope_theta", given, fields.take(theta, None, "rope_theta"), 10000.0))
     found["rope_percent"] = float(
-        _agreed(fields, "partial_rotary_factor", given, fields.take(percent, None, "partial_rotary_factor"), default_percent)
+        _agreed(
+            fields, "partial_rotary_factor", given, fields.take(percent, None, "partial_rotary_factor"), default_percent
+        )
     )
     known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "finetuned"}
     for key, (ours, kinds) in _KEYS.items():

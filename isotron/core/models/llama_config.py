@@ -1,8 +1,8 @@
 """LLaMA 1, 2, 3, 3.1 and 3.2: configuration, presets and layout table. PURE; the modules are in `llama.py`.
 
 Notable: rotary positions (half-split pairs), RMSNorm, SwiGLU, no biases, grouped-query attention, untied output layer
-in the larger models, stretched frequencies from 3.1 on. Sources: Touvron et al. 2023a (LLaMA), section 2.2; Touvron et al. 2023b (Llama 2), section 2.2;
-Llama team 2024 (Llama 3), table 3.
+in the larger models, stretched frequencies from 3.1 on. Sources: Touvron et al. 2023a (LLaMA), section 2.2; Touvron
+et al. 2023b (Llama 2), section 2.2; Llama team 2024 (Llama 3), table 3.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from isotron.core.models.hf_fields import Fields, read_rope, write_rope
 from isotron.core.models.hf_names import Mapped, same, stacked
 from isotron.core.models.llama_config import LlamaConfig
 
+CONFIG = LlamaConfig
 MODEL_TYPE = "llama"
 ARCHITECTURE = "LlamaForCausalLM"
 PREFIX = "model."

@@ -1,6 +1,6 @@
-"""Mistral: LLaMA blocks whose attention looks back over a window. Configuration and layout in `mistral_config.py`.
+"""Mistral: LLaMA blocks whose attention looks back over a window.
 
-Legend: B batch, S sequence, D hidden, N head size.
+Configuration and layout in `mistral_config.py`. Legend: B batch, S sequence, D hidden, N head size.
 """
 
 from __future__ import annotations

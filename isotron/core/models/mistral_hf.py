@@ -9,6 +9,7 @@ from isotron.core.models import llama_hf
 from isotron.core.models.hf_fields import Fields
 from isotron.core.models.mistral_config import MistralConfig
 
+CONFIG = MistralConfig
 MODEL_TYPE = "mistral"
 ARCHITECTURE = "MistralForCausalLM"
 PREFIX, HEAD, EMBEDDING, IGNORED = llama_hf.PREFIX, llama_hf.HEAD, llama_hf.EMBEDDING, llama_hf.IGNORED

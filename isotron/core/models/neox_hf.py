@@ -10,6 +10,7 @@ from isotron.core.models.hf_fields import Fields, read_rope, write_rope
 from isotron.core.models.hf_names import Mapped, interleaved, same
 from isotron.core.models.neox_config import NeoXConfig
 
+CONFIG = NeoXConfig
 MODEL_TYPE = "gpt_neox"
 ARCHITECTURE = "GPTNeoXForCausalLM"
 PREFIX = "gpt_neox."
@@ -80,8 +81,13 @@ def tensors(cfg: NeoXConfig) -> list[Mapped]:
 def _layer(cfg: NeoXConfig, i: int) -> list[Mapped]:
     theirs, ours, d, n = f"gpt_neox.layers.{i}", f"layers.{i}", cfg.hidden_size, cfg.head_size
     found = []
-    rest = {"attention.out": ("attention.dense", d), "mlp.up": ("mlp.dense_h_to_4h", cfg.ffn), "mlp.down": ("mlp.dense_4h_to_h", d),
-            "attention_norm": ("input_layernorm", d), "mlp_norm": ("post_attention_layernorm", d)}  # fmt: skip
+    rest = {
+        "attention.out": ("attention.dense", d),
+        "mlp.up": ("mlp.dense_h_to_4h", cfg.ffn),
+        "mlp.down": ("mlp.dense_4h_to_h", d),
+        "attention_norm": ("input_layernorm", d),
+        "mlp_norm": ("post_attention_layernorm", d),
+    }
     for kind in ("weight", "bias"):
         qkv = f"{theirs}.attention.query_key_value.{kind}"
         found.append(interleaved(f"{ours}.attention.qkv.{kind}", qkv, cfg.num_attention_heads, (n, n, n)))

@@ -1,6 +1,6 @@
-"""Phi-3: LLaMA blocks with residual dropout, a window, and a rotated part of each head. Configuration and layout in `phi3_config.py`.
+"""Phi-3: LLaMA blocks with residual dropout, a window, and a rotated part of each head.
 
-Legend: B batch, S sequence, D hidden, N head size.
+Configuration and layout in `phi3_config.py`. Legend: B batch, S sequence, D hidden, N head size.
 """
 
 from __future__ import annotations

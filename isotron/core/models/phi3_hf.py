@@ -10,6 +10,7 @@ from isotron.core.models.hf_fields import Fields
 from isotron.core.models.hf_names import Mapped, same
 from isotron.core.models.phi3_config import Phi3Config
 
+CONFIG = Phi3Config
 MODEL_TYPE = "phi3"
 ARCHITECTURE = "Phi3ForCausalLM"
 PREFIX, HEAD, EMBEDDING, IGNORED = llama_hf.PREFIX, llama_hf.HEAD, llama_hf.EMBEDDING, llama_hf.IGNORED

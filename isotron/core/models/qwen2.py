@@ -1,6 +1,6 @@
-"""Qwen2 and Qwen2.5: LLaMA blocks with biases on queries, keys and values. Configuration and layout in `qwen2_config.py`.
+"""Qwen2 and Qwen2.5: LLaMA blocks with biases on queries, keys and values.
 
-Legend: B batch, S sequence, D hidden, N head size.
+Configuration and layout in `qwen2_config.py`. Legend: B batch, S sequence, D hidden, N head size.
 """
 
 from __future__ import annotations

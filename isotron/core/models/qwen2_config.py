@@ -31,9 +31,7 @@ class Qwen2Config(LlamaConfig):
         table, n = super().layout(padded_vocab), self.head_size
         q, kv = Part(self.num_attention_heads, n), Part(self.kv_heads, n)
         rows = (self.num_attention_heads + 2 * self.kv_heads) * n
-        bias = Rule(
-            "layers.*.attention.qkv.bias", (rows,), Split(0, (q, kv, kv)), "heads", init="zeros", decay=False
-        )
+        bias = Rule("layers.*.attention.qkv.bias", (rows,), Split(0, (q, kv, kv)), "heads", init="zeros", decay=False)
         return replace(table, rules=(bias, *table.rules))
 
 

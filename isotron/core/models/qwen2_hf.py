@@ -1,4 +1,4 @@
-"""Qwen2 in Hugging Face's spelling: config.json both ways; tensors are named as LLaMA's, with biases of q, k and v. PURE."""
+"""Qwen2 in Hugging Face's spelling: config.json both ways; LLaMA's names of tensors, and biases of q, k and v. PURE."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from isotron.core.models.hf_fields import Fields
 from isotron.core.models.hf_names import Mapped, stacked
 from isotron.core.models.qwen2_config import Qwen2Config
 
+CONFIG = Qwen2Config
 MODEL_TYPE = "qwen2"
 ARCHITECTURE = "Qwen2ForCausalLM"
 PREFIX, HEAD, EMBEDDING, IGNORED = llama_hf.PREFIX, llama_hf.HEAD, llama_hf.EMBEDDING, llama_hf.IGNORED

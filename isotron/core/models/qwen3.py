@@ -1,6 +1,6 @@
-"""Qwen3 (dense): LLaMA blocks with norms on each head of queries and keys. Configuration and layout in `qwen3_config.py`.
+"""Qwen3 (dense): LLaMA blocks with norms on each head of queries and keys.
 
-Legend: B batch, S sequence, D hidden, N head size.
+Configuration and layout in `qwen3_config.py`. Legend: B batch, S sequence, D hidden, N head size.
 """
 
 from __future__ import annotations

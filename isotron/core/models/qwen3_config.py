@@ -1,7 +1,7 @@
 """Qwen3, dense: configuration, presets and layout table. PURE; the modules are in `qwen3.py`.
 
-Notable: LLaMA's shapes; RMSNorm over each head of queries and keys before the rotation (one gain for all query heads, one
-for all key heads); heads of 128 whatever the width; no biases. Source: Qwen team 2025 (Qwen3), section 2.
+Notable: LLaMA's shapes; RMSNorm over each head of queries and keys before the rotation (one gain for all query heads,
+one for all key heads); heads of 128 whatever the width; no biases. Source: Qwen team 2025 (Qwen3), section 2.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Qwen3 in Hugging Face's spelling: config.json both ways; tensors are named as LLaMA's, with gains of q and k. PURE."""
+"""Qwen3 in Hugging Face's spelling: config.json both ways; LLaMA's names of tensors, and gains of q and k. PURE."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from isotron.core.models.hf_names import Mapped, same
 from isotron.core.models.qwen2_hf import read_window, write_window
 from isotron.core.models.qwen3_config import Qwen3Config
 
+CONFIG = Qwen3Config
 MODEL_TYPE = "qwen3"
 ARCHITECTURE = "Qwen3ForCausalLM"
 PREFIX, HEAD, EMBEDDING, IGNORED = llama_hf.PREFIX, llama_hf.HEAD, llama_hf.EMBEDDING, llama_hf.IGNORED

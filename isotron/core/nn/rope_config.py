@@ -1,8 +1,8 @@
 """Rotary positions as options: how the frequencies are stretched for contexts longer than the ones trained on. PURE.
 
-A family that rotates inherits these fields; `rope.py` turns them into angles. Sources: Chen et al. 2023 (linear), Peng et
-al. 2023 (dynamic NTK, YaRN), Llama team 2024 (llama3), Ding et al. 2024 (LongRoPE), Black et al. 2022 (rotating a part of
-each head). A fixed NTK stretch is a larger rope_theta and needs no option.
+A family that rotates inherits these fields; `rope.py` turns them into angles. Sources: Chen et al. 2023 (linear),
+Peng et al. 2023 (dynamic NTK, YaRN), Llama team 2024 (llama3), Ding et al. 2024 (LongRoPE), Black et al. 2022
+(rotating a part of each head). A fixed NTK stretch is a larger rope_theta and needs no option.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ class RotaryConfig:
     rope_theta: float = option(10000.0, "base of the rotary frequencies")
     rope_percent: float = option(1.0, "part of each head that is rotated")
     rope_scaling: str = option("none", "how rotary frequencies are stretched for long contexts", choices=SCALINGS)
-    rope_factor: float = option(8.0, "how many times longer the context became; under longrope 0 means by the positions")
+    rope_factor: float = option(
+        8.0, "how many times longer the context became; under longrope 0 means by the positions"
+    )
     rope_original_positions: int = option(
         0, "longest sequence before the stretch; 0 means max_position_embeddings", unit="tokens"
     )

@@ -1,4 +1,4 @@
-"""What families with rotary positions have in common: angles once per pass, an embedding before and a head after the blocks.
+"""What families with rotary positions share: angles once per pass, an embedding before and a head after the blocks.
 
 Legend: B batch, S sequence, D hidden.
 """

@@ -1,0 +1,31 @@
+"""The run that follows from a model that was not trained here: what a checkpoint's saved config would say. PURE."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from isotron.config.schema import RunConfig, changed, to_dict
+from isotron.hub.folder import Folder
+
+_TOKENIZERS = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"))
+
+
+def saved_run(model: Any, dtype: str, tokenizer: str) -> dict[str, dict[str, Any]]:
+    """A run config in its saved form: the model, its dtype and tokenizer, sequences that it can hold."""
+    config = changed(RunConfig(model=model), dtype=dtype, tokenizer_model=tokenizer)
+    longest = model.max_position_embeddings
+    return to_dict(changed(config, seq_length=min(config.data.seq_length, longest or config.data.seq_length)))
+
+
+def folder_run(folder: Folder) -> Mapping[str, Mapping[str, Any]]:
+    """What `--load` of a Hugging Face directory fixes: model, dtype, tokenizer, and a sequence length that fits."""
+    tree = saved_run(folder.model, folder.dtype, str(folder.path) if has_tokenizer(folder.path) else "")
+    kept = {"model": None, "tokenizer": None, "data": ("seq_length",), "train": ("dtype",)}
+    return {s: {k: v for k, v in tree[s].items() if leaves is None or k in leaves} for s, leaves in kept.items()}
+
+
+def has_tokenizer(directory: Path) -> bool:
+    """Whether a directory holds the files of a tokenizer."""
+    return any(all((directory / name).is_file() for name in names) for names in _TOKENIZERS)

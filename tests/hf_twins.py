@@ -1,0 +1,75 @@
+"""Tiny models of `transformers` with random weights, one per family and kind of rotary stretch, saved as directories."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+V, S = 131, 200  # an odd vocabulary; positions of a batch
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 32, "low_freq_factor": 1.0,
+          "high_freq_factor": 4.0, "rope_theta": 500.0}  # fmt: skip
+PLAIN = {"rope_type": "default", "rope_theta": 500.0}
+LONGROPE = {"rope_type": "longrope", "rope_theta": 500.0, "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
+            "long_factor": [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]}  # fmt: skip
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 500.0}
+
+# four queries per key/value head, heads of 12 that are not hidden/heads
+SIZES = {"vocab_size": V, "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 8,
+         "num_key_value_heads": 2, "max_position_embeddings": 256, "initializer_range": 0.1}  # fmt: skip
+WIDE = {**SIZES, "head_dim": 12}
+
+TWINS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {**WIDE, "rope_parameters": LLAMA3}),
+    "llama-tied": ("Llama", {**WIDE, "rope_parameters": PLAIN, "tie_word_embeddings": True}),
+    "llama-linear": ("Llama", {**WIDE, "rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 1e4}}),
+    "llama-dynamic": ("Llama", {**WIDE, "max_position_embeddings": 128,
+                                "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}),
+    "llama-yarn": ("Llama", {**WIDE, "rope_parameters": YARN}),
+    "mistral": ("Mistral", {**WIDE, "sliding_window": 17, "rope_parameters": PLAIN}),
+    "mistral-full": ("Mistral", {**WIDE, "sliding_window": None, "rope_parameters": PLAIN}),
+    "qwen2": ("Qwen2", {**SIZES, "rope_parameters": YARN}),
+    "qwen2-window": ("Qwen2", {**SIZES, "rope_parameters": PLAIN, "use_sliding_window": True, "sliding_window": 19,
+                               "max_window_layers": 1, "tie_word_embeddings": True}),
+    "qwen3": ("Qwen3", {**WIDE, "rope_parameters": YARN}),
+    "phi3": ("Phi3", {**SIZES, "hidden_size": 96, "rope_parameters": LONGROPE, "original_max_position_embeddings": 64,
+                      "pad_token_id": 0, "eos_token_id": 2}),
+    "phi3-partial": ("Phi3", {**SIZES, "hidden_size": 128, "sliding_window": 21, "pad_token_id": 0, "eos_token_id": 2,
+                              "rope_parameters": {**PLAIN, "partial_rotary_factor": 0.75}}),
+    "gpt2": ("GPT2", {"vocab_size": V, "n_embd": 64, "n_layer": 3, "n_head": 8, "n_positions": 256, "resid_pdrop": 0.0,
+                      "embd_pdrop": 0.0, "attn_pdrop": 0.0, "initializer_range": 0.1}),
+    "gpt2-untied": ("GPT2", {"vocab_size": V, "n_embd": 64, "n_layer": 3, "n_head": 8, "n_positions": 256,
+                             "n_inner": 40, "activation_function": "gelu", "tie_word_embeddings": False,
+                             "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "initializer_range": 0.1}),
+    "neox": ("GPTNeoX", {"vocab_size": V, "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 3,
+                         "num_attention_heads": 4, "max_position_embeddings": 256, "initializer_range": 0.1,
+                         "rope_parameters": {**PLAIN, "partial_rotary_factor": 0.5}}),
+    "neox-serial": ("GPTNeoX", {"vocab_size": V, "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 3,
+                                "num_attention_heads": 4, "max_position_embeddings": 256, "initializer_range": 0.1,
+                                "use_parallel_residual": False, "hidden_act": "gelu_fast",
+                                "rope_parameters": {**PLAIN, "partial_rotary_factor": 1.0}}),
+}  # fmt: skip
+
+
+def make(name: str, dtype: torch.dtype = torch.float32) -> Any:
+    """The twin with every weight, bias and gain random."""
+    import transformers
+
+    kind, fields = TWINS[name]
+    config = getattr(transformers, f"{kind}Config")(**fields, attn_implementation="eager")
+    model = getattr(transformers, f"{kind}LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM")(config)
+    model.get_input_embeddings().padding_idx = None  # padding is masked by position here, not by id
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for p in model.parameters():
+            noise = torch.randn(p.shape, generator=generator)
+            p.copy_(noise * 0.3 + 1.0 if p.ndim == 1 and bool((p == 1).all()) else noise * 0.12)
+    return model.to(dtype).eval()
+
+
+def save(name: str, directory: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+    """The twin, after it was saved to a directory."""
+    model = make(name, dtype)
+    model.save_pretrained(directory, **options)
+    return model

@@ -1,0 +1,53 @@
+"""Every family read from a directory that `transformers` wrote: logits and every gradient at 200 positions, in float32."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from isotron.core.batch import Batch
+from isotron.core.parallel.plan import Layout
+from isotron.hub.families import spelling_of
+from isotron.hub.live import from_hf
+from tests.hf_twins import TWINS, S, V, save
+
+pytest.importorskip("transformers")
+
+
+def batch() -> Batch:
+    rows = torch.randint(0, V, (2, S + 1), generator=torch.Generator().manual_seed(3))
+    mask = torch.rand(2, S, generator=torch.Generator().manual_seed(4)).gt(0.3).float()
+    return Batch(rows[:, :-1], rows[:, 1:], mask, torch.arange(S).expand(2, -1), torch.arange(2))
+
+
+def close(what: str, a: torch.Tensor, b: torch.Tensor) -> None:
+    assert a.shape == b.shape, what
+    assert (a - b).abs().max() <= 1e-5 * b.abs().max(), f"{what}: {(a - b).abs().max()} of {b.abs().max()}"
+
+
+@pytest.mark.parametrize("name", TWINS)
+def test_logits_and_gradients(name: str, tmp_path: Path) -> None:
+    twin, data = save(name, tmp_path), batch()
+    model = from_hf(tmp_path, Layout(dp=1, make_vocab_size_divisible_by=64))
+    (stage,) = model.stages.values()
+    theirs = twin(data.tokens, position_ids=data.positions).logits
+    losses = torch.nn.functional.cross_entropy(theirs.flatten(0, 1), data.labels.flatten(), reduction="none")
+    weight = 1 / float(data.loss_mask.sum())
+    (losses * data.loss_mask.flatten()).sum().mul(weight).backward()
+    _, ours = stage.module.eval().logits(data, {})
+    close("logits", ours, theirs.detach())
+    model.forward_backward([data], weight)
+    gradients = {n: p.grad for n, p in twin.named_parameters()}
+    seen = set()
+    for mapped in spelling_of(model.config.family).tensors(model.config):
+        parts = []
+        for run in mapped.runs:
+            theirs = run.theirs if run.theirs in gradients else "lm_head.weight"  # renamed in memory, not in files
+            full = gradients[theirs]
+            parts.append((full.t() if mapped.transposed else full)[run.first : run.first + run.count])
+            seen.add(theirs)
+        wanted = torch.cat(parts)
+        close(mapped.ours, stage.flat.sinks[mapped.ours].buffer[: len(wanted)], wanted)
+    assert seen == set(gradients)
