@@ -21,9 +21,10 @@ import torch.nn as nn
 from torch import Tensor
 
 from isotron.core import comm
-from isotron.core.layout import Box, Placed, cut, rows
+from isotron.core.layout import Box, Placed, rows
 from isotron.core.mesh import Group
 from isotron.core.nn.linear import GradSink
+from isotron.core.parallel.buckets import cut_buckets, lateness, partial_pieces
 
 
 @dataclass
@@ -80,9 +81,8 @@ class Flat:
         self.tie = tie
         self._partial_group = partial_group
         named = [n for n in reversed(list(module.named_parameters())) if n[0] in placed]  # not what another stage holds
-        self._partial = _partial_pieces(placed, is_partial)
-        # a tied parameter sits alone: its two owners must cut it alike, or rounding could drive their copies apart
-        late = {name: 1 for name, _, _ in self._partial} | ({tie[0]: 2} if tie else {})
+        self._partial = partial_pieces(placed, is_partial)
+        late = lateness(self._partial, tie[0] if tie else None)
         named.sort(key=lambda n: late.get(n[0], 0))
         total = sum(p.numel() for _, p in named)
         first = named[0][1] if named else torch.empty(0)
@@ -101,25 +101,16 @@ class Flat:
             p.grad_sink = self.sinks[name] = GradSink(self.grads[span].view(p.shape))  # type: ignore[attr-defined]
             self._spans[name] = (at, p.shape)
             at += p.numel()
-        self.buckets = self._cut([n for n, _ in named], late, bucket_size)
+        self.buckets = self._cut(late, bucket_size)
         self._bucket_of = {id(s): b for b in self.buckets for s in b.sinks}
         self._wait_in_forward(module)
 
-    def _cut(self, names: list[str], late: dict[str, int], bucket_size: int) -> list[Bucket]:
-        groups: list[list[str]] = []
-        for name in names:
-            size = prod(self._spans[name][1])
-            full = groups and sum(prod(self._spans[n][1]) for n in groups[-1]) + size > bucket_size
-            if not groups or full or late.get(groups[-1][-1]) != late.get(name):
-                groups.append([])
-            groups[-1].append(name)
-        buckets = []
-        for group in groups:
-            start, shapes = self._spans[group[0]][0], [self._spans[n][1] for n in group]
-            runs = cut([(s[0], prod(s[1:])) for s in shapes], self.dp.size)
-            sinks = [self.sinks[n] for n in group]
-            buckets.append(Bucket(start, start + runs[-1], [start + c for c in runs], group[0] in late, sinks))
-        return buckets
+    def _cut(self, late: dict[str, int], bucket_size: int) -> list[Bucket]:
+        shapes = {name: tuple(shape) for name, (_, shape) in self._spans.items()}
+        return [
+            Bucket(s.start, s.stop, list(s.cuts), s.late, [self.sinks[n] for n in s.names])
+            for s in cut_buckets(shapes, late, bucket_size, self.dp.size)
+        ]
 
     def _wait_in_forward(self, module: nn.Module) -> None:
         for name, layer in module.named_modules():
@@ -239,13 +230,3 @@ def _wait_gather(buckets: tuple[Bucket, ...] | list[Bucket]) -> None:
         if bucket.gathering is not None:
             bucket.gathering.wait()
             bucket.gathering = None
-
-
-def _partial_pieces(placed: dict[str, Placed], is_partial: Callable[[Placed, int], bool]) -> list[tuple[str, Box, int]]:
-    """(name, local box, replicas) of the pieces whose gradient each replica holds only a part of."""
-    found = []
-    for name, p in placed.items():
-        for piece, (_, count) in zip(p.shard.pieces, p.shard.replicas, strict=True):
-            if count > 1 and is_partial(p, count):
-                found.append((name, piece.local_box, count))
-    return found

@@ -19,6 +19,7 @@ from isotron.core.mesh import Mesh
 from isotron.core.nn.block import PreNormBlock
 from isotron.core.nn.decoder import Decoder
 from isotron.core.nn.dropout import Dropout
+from isotron.core.parallel.buckets import partial_rule
 from isotron.core.parallel.data import Flat
 from isotron.core.parallel.plan import Layout
 from isotron.core.parallel.tensor import fill_sockets
@@ -143,16 +144,13 @@ def _flatten(
         ends = dict.fromkeys((along[home[0]], along[home[-1]]))
         tie = (next(iter(tied.values())) if first else next(iter(tied)), mesh.group_of(ends))
 
-    def is_partial(p: Placed, replicas: int) -> bool:
-        return p.rule.region == "heads" or layout.sequence_parallel
-
     return Flat(
         module,
         placed,
         mesh.group("cp", "dp"),
         layout.shards_optimizer,
         layout.ddp_bucket_size,
-        is_partial,
+        partial_rule(layout.sequence_parallel),
         lambda replicas: mesh.subgroup("tp", replicas),
         tie,
     )

@@ -1,0 +1,155 @@
+"""What a microbatch keeps from its forward for its backward, tensor by tensor, per recompute mode. PURE.
+
+Read off the operations of `core/nn` and compared with the bytes that autograd saves. Legend: D hidden, H query heads,
+K key/value heads, N head size, F feed-forward, S sequence; local sizes under tensor parallelism. A `Kept` has elements
+per token and bytes per element. Kernels that hold more than their inputs and outputs would add to this.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from isotron.planner.job import Job
+
+IDS = 8  # bytes of a token id
+MASK = 1  # bytes of an element of a dropout mask
+
+
+@dataclass(frozen=True)
+class Kept:
+    """One saved tensor: name, elements per token, bytes per element; `cheap` ones are recomputed when selective."""
+
+    name: str
+    elements: float
+    size: int
+    cheap: bool = False
+
+    @property
+    def bytes(self) -> float:
+        """Bytes per token."""
+        return self.elements * self.size
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Local widths of one rank."""
+
+    d: float
+    h: int
+    k: int
+    n: int
+    f: int
+    gated: bool
+    rotary: int
+    layer_norm: bool
+    qk_norm: bool
+    parallel: bool
+
+
+def sizes(job: Job) -> Sizes:
+    """Widths from the layout table (which parameters exist) and the config."""
+    c, tp = job.config, job.layout.tp
+    names = {r.pattern for r in c.layout(c.vocab_size).rules}
+    split = tp if job.layout.sequence_parallel else 1
+    rotary = int(c.head_size * getattr(c, "rope_percent", 1.0)) if hasattr(c, "rope_theta") else 0
+    return Sizes(
+        c.hidden_size / split,
+        c.num_attention_heads // tp,
+        max(1, c.kv_heads // tp),
+        c.head_size,
+        c.ffn // tp,
+        "layers.*.mlp.gate_up.weight" in names,
+        rotary,
+        "*norm*.bias" in names,
+        "layers.*.attention.q_norm.weight" in names,
+        bool(getattr(c, "parallel_residual", False)),
+    )
+
+
+def block(job: Job, mode: str) -> list[Kept]:
+    """Saved tensors of one block under a recompute mode ("none", "selective", "full")."""
+    z, e = sizes(job), job.element
+    x = Kept("block input", z.d, e)
+    if mode == "full":
+        return [x]
+    norm = [Kept("norm output", z.d, e, True), _statistics(z, job)]
+    hidden = [Kept("dropout mask", z.d, MASK)] if job.config.dropout[0] > 0 else []
+    up = Kept("MLP up", (2 if z.gated else 1) * z.f, e)
+    mlp = [*norm, up, Kept("activation output", z.f, e, True), *hidden]
+    middle = [] if z.parallel else [Kept("residual", z.d, e)]
+    kept = [x, *norm, *_attention(job, z, mode), *hidden, *middle, *mlp]
+    return [t for t in kept if not (t.cheap and mode == "selective")]
+
+
+def _statistics(z: Sizes, job: Job) -> Kept:
+    # float32 for RMSNorm; the mean and deviation of torch's LayerNorm have the dtype of its input on the CPU
+    return Kept("norm statistics", 2, job.element, True) if z.layer_norm else Kept("norm statistics", 1, job.wide, True)
+
+
+def _attention(job: Job, z: Sizes, mode: str) -> list[Kept]:
+    """Projections and the core: a fused kernel without dropout, explicit probabilities with it."""
+    e, wide, out = job.element, job.wide, Kept("attention output", z.h * z.n, job.element)
+    qkv = Kept("q, k, v", (z.h + 2 * z.k) * z.n, e)
+    turned = Kept("rotated q, k", (z.h + z.k) * z.n, e)
+    norms = [Kept("q, k norm statistics", z.h + z.k, wide)] if z.qk_norm else []
+    explicit = job.config.dropout[1] > 0
+    if not explicit or mode == "selective":
+        fused = [] if explicit else [Kept("log-sum-exp", z.h, wide)]
+        return [qkv, *norms, *([turned] if z.rotary or z.qk_norm else []), *fused, out]
+    keys = job.seq
+    return [
+        *([qkv, *norms] if z.qk_norm else []),
+        Kept("scaled q and repeated k, v", 3 * z.h * z.n, e),
+        Kept("causal mask", keys / job.micro_batch, MASK),
+        Kept("probabilities", z.h * keys, wide),
+        Kept("probability dropout mask", z.h * keys, MASK),
+        Kept("dropped probabilities", z.h * keys, e),
+        out,
+    ]
+
+
+def ends(job: Job, first: bool, last: bool, blocks_full: bool) -> list[Kept]:
+    """Saved tensors of a stage beside its blocks: token ids and masks, angles, the last norm, the loss's gradient."""
+    z, e, c, split = sizes(job), job.element, job.config, job.layout.tp > 1
+    kept = []
+    if z.rotary and not blocks_full:
+        kept.append(Kept("angles", z.rotary, e))
+    if first:
+        kept.append(Kept("token ids", 1, IDS))
+        if split:
+            kept.append(Kept("ids held elsewhere", 1, MASK))
+        if "positions.weight" in {r.pattern for r in c.layout(c.vocab_size).rules}:
+            share = z.d / c.hidden_size  # its own part of the sequence, the same for every row of a batch
+            kept.append(Kept("position ids", share / job.micro_batch, IDS))
+        if c.dropout[0] > 0:
+            kept.append(Kept("dropout mask", z.d, MASK))
+    if last:
+        statistics = Kept("norm statistics", 2, e) if z.layer_norm else Kept("norm statistics", 1, job.wide)
+        kept += [Kept("last block's output", z.d, e), statistics, Kept("loss gradient", c.hidden_size, e)]
+    return kept
+
+
+def block_bytes(job: Job, mode: str | None = None) -> float:
+    """Bytes that one block keeps of one microbatch; of a recomputed unit of several blocks, its share of the input."""
+    layout = job.layout
+    mode = layout.recompute if mode is None else mode
+    per_token = sum(t.bytes for t in block(job, mode))
+    share = layout.recompute_num_layers if mode == "full" else 1
+    return per_token * job.tokens / share
+
+
+def stage_bytes(job: Job, blocks: int, first: bool, last: bool, mode: str | None = None) -> float:
+    """Bytes that a stage keeps of one microbatch."""
+    mode = job.layout.recompute if mode is None else mode
+    units = -(-blocks // job.layout.recompute_num_layers) if mode == "full" else blocks
+    own = sum(t.bytes for t in block(job, mode)) * units
+    return (own + sum(t.bytes for t in ends(job, first, last, mode == "full"))) * job.tokens
+
+
+def describe(config: Any, job: Job) -> dict[str, float]:
+    """Bytes per token of one block by tensor, for a report."""
+    found: dict[str, float] = {}
+    for t in block(job, job.layout.recompute):
+        found[t.name] = found.get(t.name, 0.0) + t.bytes
+    return found

@@ -1,0 +1,95 @@
+"""What is planned: a model, a layout, batches and a dtype. PURE.
+
+`Job` holds what memory and time depend on. `cp` (ranks that share a sequence) and `ep` (ranks that share experts) are
+not built in isotron; published runs use them, and a job that does says so in `unbuilt`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from isotron.config.schema import RunConfig
+from isotron.core.parallel.pipeline.actions import Schedule
+from isotron.core.parallel.plan import Layout
+
+ELEMENT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+ROUNDS = 4  # microbatches of a table that is simulated, in multiples of the pipeline's ranks; more only repeat
+
+
+@dataclass(frozen=True)
+class Job:
+    """One training step. `config` is a family's config with its vocabulary and positions known."""
+
+    config: Any
+    layout: Layout
+    seq: int
+    micro_batch: int
+    global_batch: int
+    dtype: str = "bfloat16"
+    cp: int = 1
+    ep: int = 1
+
+    @staticmethod
+    def of(run: RunConfig) -> Job:
+        """The job of a finished run config."""
+        t = run.train
+        return Job(run.model, run.layout, run.data.seq_length, t.micro_batch_size, t.global_batch_size, t.dtype)
+
+    @property
+    def element(self) -> int:
+        """Bytes of a weight or an activation."""
+        return ELEMENT_BYTES[self.dtype]
+
+    @property
+    def wide(self) -> int:
+        """Bytes of a gradient, a master or a moment."""
+        return max(4, self.element)
+
+    @property
+    def dp(self) -> int:
+        """Data-parallel ranks."""
+        return max(self.layout.dp, 1)
+
+    @property
+    def microbatches(self) -> int:
+        """Microbatches of a step on one data-parallel rank."""
+        return self.global_batch // (self.micro_batch * self.dp)
+
+    @property
+    def world(self) -> int:
+        """Devices."""
+        return self.layout.tp * self.layout.pp * self.dp * self.cp
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a microbatch on one context-parallel rank."""
+        return self.micro_batch * self.seq // self.cp
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens of a step over all ranks."""
+        return self.global_batch * self.seq
+
+    @property
+    def unbuilt(self) -> tuple[str, ...]:
+        """What this job needs that isotron does not have; empty for a job that can be run."""
+        found = [f"context parallelism (cp {self.cp})"] if self.cp > 1 else []
+        found += [f"expert parallelism (ep {self.ep})"] if self.ep > 1 else []
+        found += [f"ZeRO {self.layout.zero}"] if self.layout.zero > 1 else []
+        reason = getattr(self.config, "unbuilt", "")
+        return tuple([*found, reason] if reason else found)
+
+    @property
+    def simulated(self) -> int:
+        """Microbatches of a table that shows all there is to see: the rest repeats its steady part."""
+        p, m = self.layout.pp, self.microbatches
+        return m if m <= ROUNDS * p else ROUNDS * p + m % p
+
+    def table(self) -> Schedule:
+        """The pipeline table, with at most `simulated` microbatches."""
+        return self.layout.table(self.simulated)
+
+    def with_layout(self, **leaves: Any) -> Job:
+        """The job with some leaves of its layout replaced."""
+        return replace(self, layout=replace(self.layout, **leaves))

@@ -1,0 +1,112 @@
+"""Which parameters each pipeline stage of a layout holds, and the shape of this rank's part of each. PURE.
+
+Everything comes from the model's own layout table and from the functions that cut real buffers (`core/layout.py`,
+`core/parallel/buckets.py`). A table has patterns, not names; what stands behind `*` is the blocks of the stage, and
+behind `*norm*` the norms that a pre-norm decoder has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from math import prod
+from typing import Any
+
+from isotron.core.layout import Placed, Table, shard
+from isotron.core.parallel.buckets import Span, cut_buckets, lateness, partial_pieces, partial_rule
+from isotron.core.parallel.plan import Layout, split_layers
+from isotron.core.parallel.split import model_costs
+
+# the modules of a stage in the order in which they are registered: buckets are cut in that order
+_FIRST, _LAST = ("embed", "positions"), ("norm", "head")
+_BLOCK = (
+    *("attention_norm", "attention.qkv", "attention.out", "attention.q_norm", "attention.k_norm"),
+    *("mlp_norm", "mlp.up", "mlp.gate_up", "mlp.down"),
+)
+_OPTIONAL = ("attention.q_norm", "attention.k_norm")  # not every family has them, and `*norm*` would match
+
+
+@dataclass(frozen=True)
+class StagePart:
+    """A stage as one rank holds it: local shapes in buffer order, and the buckets they are cut into."""
+
+    number: int
+    layers: range
+    placed: Mapping[str, Placed]
+    spans: tuple[Span, ...]
+
+    @property
+    def elements(self) -> int:
+        """Weights held, padding and replicas included."""
+        return sum(prod(p.shard.shape) for p in self.placed.values())
+
+    def run(self, dp: int, sharded: bool) -> int:
+        """Elements that data-parallel rank `dp` steps; all of them where the optimizer is not sharded."""
+        return sum(s.cuts[dp + 1] - s.cuts[dp] for s in self.spans) if sharded else self.elements
+
+    def largest_run(self, ways: int, sharded: bool) -> int:
+        """Most elements that any data-parallel rank steps."""
+        return max(self.run(i, sharded) for i in range(ways)) if sharded else self.elements
+
+
+def stage_layers(config: Any, layout: Layout) -> list[range]:
+    """Blocks of every stage."""
+    return split_layers(config.num_layers, layout, model_costs(config))
+
+
+def rank_stages(config: Any, layout: Layout, pp_rank: int, tp_rank: int = 0) -> list[StagePart]:
+    """The stages of one pipeline rank, in model order."""
+    layers, table = stage_layers(config, layout), config.layout(layout.padded_vocab(config.vocab_size))
+    numbers = [s for s, holder in enumerate(layout.placement) if holder == pp_rank]
+    return [_part(table, s, layers[s], layout, tp_rank, both=numbers[0] == 0) for s in numbers]
+
+
+def _part(table: Table, number: int, layers: range, layout: Layout, tp_rank: int, both: bool) -> StagePart:
+    """`both`: the rank also holds the first stage, which then owns what the last one is tied to."""
+    first, last = number == 0, number == layout.stages - 1
+    tied = dict(table.ties)
+    sizes = {"tp": layout.tp, "pp": layout.pp, "dp": max(layout.dp, 1), "cp": 1}
+    coordinate = {**dict.fromkeys(sizes, 0), "tp": tp_rank}
+    placed = {}
+    for name in stage_names(table, layers, first, last):
+        canonical = table.canonical(name)
+        if canonical != name and both:
+            continue
+        rule = table.rule(canonical)
+        placed[name] = Placed(canonical, rule, shard(rule, coordinate, sizes), counts=canonical == name)
+    tie = _tie(tied, placed, first, last)
+    late = lateness(partial_pieces(placed, partial_rule(layout.sequence_parallel)), tie)
+    order = sorted(reversed(placed), key=lambda n: late.get(n, 0))
+    shapes = {n: placed[n].shard.shape for n in order}
+    spans = cut_buckets(shapes, late, layout.ddp_bucket_size, max(layout.dp, 1))
+    return StagePart(number, layers, {n: placed[n] for n in order}, tuple(spans))
+
+
+def _tie(tied: Mapping[str, str], placed: Mapping[str, Placed], first: bool, last: bool) -> str | None:
+    if tied and first:
+        return next(iter(tied.values()))
+    return next((alias for alias in tied if last and alias in placed), None)
+
+
+def stage_names(table: Table, layers: range, first: bool, last: bool) -> Iterator[str]:
+    """Parameter names of a stage in the order in which its modules are registered."""
+    modules = [*(_FIRST if first else ()), *(_LAST if last else ())]
+    modules += [f"layers.{i}.{part}" for i in layers for part in _BLOCK]
+    for module in modules:
+        for leaf in ("weight", "bias"):
+            name = f"{module}.{leaf}"
+            if any(_matches(name, rule.pattern) for rule in table.rules):
+                yield name
+
+
+def _matches(name: str, pattern: str) -> bool:
+    optional = any(name.endswith(f"{part}.{leaf}") for part in _OPTIONAL for leaf in ("weight", "bias"))
+    return fnmatchcase(name, pattern) and not (optional and pattern.startswith("*"))
+
+
+def count_parameters(config: Any) -> int:
+    """Elements of the whole model, each once, without padding."""
+    table = config.layout(config.vocab_size)
+    names = {table.canonical(n) for n in stage_names(table, range(config.num_layers), True, True)}
+    return sum(prod(table.rule(n).shape) for n in names)

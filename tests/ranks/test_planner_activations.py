@@ -1,0 +1,110 @@
+"""What the planner says a forward keeps is what autograd saves, per family, recompute mode, dtype and layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from isotron.config.schema import PRESETS
+from isotron.core.batch import Batch
+from isotron.core.mesh import Mesh
+from isotron.core.parallel.model import ParallelModel
+from isotron.core.parallel.plan import Layout
+from isotron.planner.activations import stage_bytes
+from isotron.planner.job import Job
+
+TINY = [name for name in PRESETS if name.endswith("-tiny")]
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+B, S, V = 2, 64, 512
+
+
+def job_of(name: str, layout: Layout, dtype: str, dropout: float) -> Job:
+    config = replace(
+        PRESETS[name],
+        vocab_size=V,
+        max_position_embeddings=S,
+        num_layers=4,
+        hidden_dropout=dropout,
+        attention_dropout=dropout,
+    )
+    return Job(config, layout, S, B, B, dtype)
+
+
+def saved(job: Job) -> list[tuple[int, float]]:
+    """(stage, bytes saved by its forward of one microbatch), each storage once, parameters aside."""
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    axes = {"tp": job.layout.tp, "dp": job.dp, "pp": job.layout.pp}
+    mesh = Mesh(dist.get_rank(), **axes) if world > 1 else Mesh()
+    model = ParallelModel(job.config, job.layout, mesh, DTYPES[job.dtype], torch.device("cpu"), 1)
+    rows = torch.randint(0, V, (B, S + 1), generator=torch.Generator().manual_seed(3))
+    batch = Batch(rows[:, :-1], rows[:, 1:], torch.ones(B, S), torch.arange(S).expand(B, -1), torch.arange(B))
+    return [(number, _of(stage, batch)) for number, stage in model.stages.items()]
+
+
+def _of(stage: Any, batch: Batch) -> float:
+    own = {p.untyped_storage().data_ptr() for p in stage.module.parameters()}
+    kept: dict[int, int] = {}
+    alive = []  # a freed storage's address must not come again
+
+    def pack(x: Tensor) -> Tensor:
+        if x.untyped_storage().data_ptr() not in own:
+            kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+            alive.append(x)
+        return x
+
+    stage.module.train()
+    stage.flat.begin()
+    boundary = {}
+    if stage.number:
+        shape, dtype = stage.boundary_shapes(batch.shape)["hidden"]
+        boundary = {"hidden": torch.randn(shape).to(dtype).requires_grad_()}
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        out = stage.module(batch, boundary, 1.0)
+    del out
+    return float(sum(kept.values()))
+
+
+def check(job: Job, found: list[tuple[int, float]]) -> None:
+    last = job.layout.stages - 1
+    for stage, measured in found:
+        planned = stage_bytes(job, job.config.num_layers // job.layout.stages, stage == 0, stage == last)
+        # token ids are a view of rows that are one longer; a mask of positions is counted once per batch
+        assert planned == pytest.approx(measured, rel=0.005), (job.layout, job.dtype, stage)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("name", TINY)
+def test_one_process(name: str, recompute: str, dropout: float) -> None:
+    dtype = "float32" if dropout == 0.0 and name == "llama-tiny" else "bfloat16"
+    job = job_of(name, Layout(dp=1, recompute=recompute, make_vocab_size_divisible_by=1), dtype, dropout)
+    check(job, saved(job))
+
+
+def test_units_of_several_blocks() -> None:
+    job = job_of("llama-tiny", Layout(dp=1, recompute="full", recompute_num_layers=2), "bfloat16", 0.0)
+    check(job, saved(job))
+
+
+@pytest.mark.parametrize("name", ["llama-tiny", "gpt-tiny"])
+@pytest.mark.parametrize(
+    "axes",
+    [
+        {"tp": 2},
+        {"tp": 2, "sequence_parallel": True},
+        {"tp": 2, "sequence_parallel": True, "recompute": "full"},
+        {"pp": 2},
+        {"pp": 2, "recompute": "selective"},
+    ],
+)
+def test_several_ranks(ranks: Callable[..., list[Any]], name: str, axes: dict[str, Any]) -> None:
+    layout = Layout(**{"dp": 1, "make_vocab_size_divisible_by": 1, **axes})
+    job = job_of(name, layout, "bfloat16", 0.0)
+    for found in ranks(job.world, saved, job):
+        check(job, found)

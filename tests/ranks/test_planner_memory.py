@@ -1,0 +1,91 @@
+"""The planner's bytes of weights, gradients, masters and moments are those that a real build allocates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from isotron.config.schema import PRESETS
+from isotron.core.mesh import Mesh
+from isotron.core.optim.adamw import AdamW
+from isotron.core.optim.config import OptimConfig
+from isotron.core.parallel.model import ParallelModel
+from isotron.core.parallel.plan import Layout
+from isotron.planner.job import Job
+from isotron.planner.memory import states
+from isotron.planner.parameters import count_parameters, rank_stages
+
+TINY = [name for name in PRESETS if name.endswith("-tiny")]
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+SMALL = {"make_vocab_size_divisible_by": 8, "ddp_bucket_size": 9000}
+
+
+def job_of(name: str, layout: Layout, dtype: str, **model: Any) -> Job:
+    config = replace(PRESETS[name], vocab_size=101, max_position_embeddings=32, num_layers=5, **model)
+    return Job(config, layout, 32, 1, 8, dtype)
+
+
+def real(job: Job) -> dict[str, Any]:
+    """Bytes that this rank allocates, parameters by name, and elements of the whole model."""
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    axes = {"tp": job.layout.tp, "dp": job.dp, "pp": job.layout.pp}
+    mesh = Mesh(dist.get_rank(), **axes) if world > 1 else Mesh()
+    model = ParallelModel(job.config, job.layout, mesh, DTYPES[job.dtype], torch.device("cpu"), 1)
+    optim = AdamW(model.views(), OptimConfig())
+    flats = [stage.flat for stage in model.stages.values()]
+
+    def size(tensors: list[torch.Tensor]) -> int:
+        return sum(t.numel() * t.element_size() for t in tensors)
+
+    return {
+        "at": (mesh.coordinate["pp"], mesh.coordinate["tp"], mesh.coordinate["dp"]),
+        "weights": size([f.weights for f in flats]),
+        "gradients": size([f.grads for f in flats]),
+        "masters": size(optim.state["master"]) if optim.own_masters else 0,
+        "moments": size(optim.state["exp_avg"] + optim.state["exp_avg_sq"]),
+        "names": {n: tuple(p.shard.shape) for s in model.stages.values() for n, p in s.placed.items()},
+        "parameters": model.count_parameters(),
+    }
+
+
+def check(job: Job, found: dict[str, Any]) -> None:
+    pp, tp, dp = found["at"]
+    parts = rank_stages(job.config, job.layout, pp, tp)
+    planned = states(job, parts, dp)
+    for kind in ("weights", "gradients", "masters", "moments"):
+        assert getattr(planned, kind) == found[kind], (kind, job.layout, found["at"])
+    assert {n: p.shard.shape for part in parts for n, p in part.placed.items()} == found["names"]
+    assert count_parameters(job.config) == found["parameters"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", TINY)
+def test_one_process_of_every_family(name: str, dtype: str) -> None:
+    job = job_of(name, Layout(dp=1, **SMALL), dtype)
+    check(job, real(job))
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "axes"),
+    [
+        ("llama-tiny", "bfloat16", {"tp": 2, "pp": 2}),
+        ("llama-tiny", "float32", {"tp": 2, "dp": 2, "sequence_parallel": True}),
+        ("llama-tiny", "bfloat16", {"tp": 4}),  # more ranks than key/value heads
+        ("gpt-tiny", "bfloat16", {"pp": 2, "dp": 2}),  # a tie over two stages
+        ("gpt-tiny", "bfloat16", {"pp": 2, "dp": 2, "zero": 0}),
+        ("gpt-tiny", "float16", {"pp": 2, "dp": 2, "schedule": "zbv"}),  # both ends on one rank
+        ("qwen3-tiny", "bfloat16", {"tp": 2, "dp": 2, "sequence_parallel": True}),
+        ("neox-tiny", "bfloat16", {"pp": 2, "vpp": 2, "dp": 2}),
+        ("qwen2-tiny", "bfloat16", {"dp": 4}),
+        ("phi3-tiny", "float64", {"dp": 3}),
+    ],
+)
+def test_several_ranks(ranks: Callable[..., list[Any]], name: str, dtype: str, axes: dict[str, Any]) -> None:
+    job = job_of(name, Layout(**{"dp": 1, **SMALL, **axes}), dtype)
+    for found in ranks(job.world, real, job):
+        check(job, found)
