@@ -64,6 +64,12 @@ VERBS: dict[str, Verb] = {
         "isotron.commands.verify:run",
         "isotron.commands.verify:help_text",
     ),
+    "schedule": Verb(
+        "a pipeline schedule: its grid, bubble and memory, as picture, trace and table",
+        "isotron schedule zbv --pp 4 --microbatches 8 --svg zbv.svg --trace zbv.json",
+        "isotron.commands.schedule:run",
+        "isotron.commands.schedule:help_text",
+    ),
     "doctor": Verb(
         "what this machine has and can do",
         "isotron doctor --json",
@@ -77,7 +83,6 @@ NOT_BUILT: dict[str, str] = {
     "serve": "isotron generate --load DIR --prompt TEXT",
     "evaluate": "isotron train with --valid-data-path reports the loss on held-out data",
     "plan": "isotron verify with the layout in question",
-    "schedule": "isotron verify with --schedule NAME",
     "inspect": "the file manifest.json of a checkpoint lists its tensors",
     "compare": "the file metrics.jsonl of each run has every loss in full precision",
     "score": "isotron train with --valid-data-path reports the loss on held-out data",

@@ -88,7 +88,7 @@ _POSITIVE = {
     "min_loss_scale": 1.0,
 }  # fmt: skip
 _NOT_NEGATIVE = {
-    "schedule_memory": 0, "microbatch_group": 0, "recompute_keep": 0,
+    "trace": 0, "schedule_memory": 0, "microbatch_group": 0, "recompute_keep": 0,
     "num_key_value_heads": 0, "head_dim": 0, "ffn_hidden_size": 0, "vocab_size": 50257, "max_position_embeddings": 0,
     "dp": 1, "first_stage_layers": 0, "last_stage_layers": 0, "global_batch_size": 128, "eval_interval": 0,
     "eval_iters": 10, "check_interval": 100, "stuck_after_s": 1800.0, "save_interval": 1000, "keep_last": 0,

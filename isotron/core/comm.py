@@ -37,6 +37,10 @@ class Pending:
     def __init__(self, works: Sequence[Any], finish: Callable[[], Tensor]) -> None:
         self._works, self._finish = works, finish
 
+    def finished(self) -> bool:
+        """Whether it is known to be over without waiting (gloo does not say before the wait)."""
+        return all(work.is_completed() for work in self._works)
+
     def wait(self) -> Tensor:
         """Block until done; the result."""
         for work in self._works:

@@ -38,6 +38,9 @@ class LogConfig:
     """The run directory and what is written there."""
 
     run_dir: str = option("", "directory of metrics, config and TensorBoard files; empty means save, or runs/<time>")
+    trace: int = option(
+        0, "record the pipeline's timeline of the first N steps under trace/ in the run directory", unit="steps"
+    )
     log_interval: int = option(1, "steps between console lines", unit="steps")
     tensorboard: bool = option(True, "write TensorBoard files to the run directory")
     wandb_project: str = option("", "also log to this Weights & Biases project")

@@ -21,6 +21,7 @@ from isotron.train.flops import step_flops
 from isotron.train.metrics import Metrics, StepRecord
 from isotron.train.state import TrainState, save_state
 from isotron.train.step import StepResult, train_step
+from isotron.train.timeline import StepTracer
 
 
 @dataclass
@@ -64,9 +65,11 @@ def train(run: Run) -> int:
     state, cfg = run.state, run.state.config
     size, first = cfg.train.global_batch_size, state.consumed_samples
     remaining = range(first, first + (cfg.train.train_iters - state.step) * size, size)
+    tracer = StepTracer(state.model, cfg.log.trace, Path(cfg.log.run_dir or run.saves))
     with Prefetcher(run.batches(run.train_data, consumed) for consumed in remaining) as feed:
         for batches in feed:
-            one_step(run, batches)
+            with tracer.step(state.step + 1, len(batches)):
+                one_step(run, batches)
             stopping = run.stop.agreed(state.ranks.group)
             if stopping or _due(state.step, cfg.checkpoint.save_interval) or state.step == cfg.train.train_iters:
                 save(run)

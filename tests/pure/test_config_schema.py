@@ -15,7 +15,7 @@ from isotron.core.errors import Refused
 
 OPTIONS = """
 activation adam_beta1 adam_beta2 adam_eps attention_dropout check_interval clip_grad data_cache_path data_path
-ddp_bucket_size device dp dtype eod_mask_loss eval_interval eval_iters ffn_hidden_size first_stage_layers
+ddp_bucket_size device dp dtype eod_mask_loss eval_interval eval_iters ffn_hidden_size finetune first_stage_layers
 global_batch_size head_dim hidden_dropout hidden_size hysteresis init_method_std initial_loss_scale keep_last
 last_stage_layers layers_per_stage load log_interval loss_scale loss_scale_window lr lr_decay_iters lr_decay_style
 lr_warmup_fraction lr_warmup_init lr_warmup_iters lr_wsd_decay_iters lr_wsd_decay_style make_vocab_size_divisible_by
@@ -26,7 +26,7 @@ rope_mscale rope_mscale_all_dim rope_attention_factor rope_short_factor rope_lon
 reset_attention_mask reset_position_ids rope_theta run_dir save save_interval schedule seed seq_length
 sequence_parallel split start_weight_decay stuck_after_s end_weight_decay tensorboard tie_embeddings tokenizer_model
 tokenizer_type tp train_iters valid_data_path vocab_file vocab_size vpp wandb_exp_name wandb_project weight_decay
-weight_decay_incr_style zero schedule_memory schedule_costs microbatch_group layer_split pipeline_layout recompute_keep
+weight_decay_incr_style zero schedule_memory schedule_costs microbatch_group layer_split pipeline_layout recompute_keep trace
 """
 
 

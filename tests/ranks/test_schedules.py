@@ -1,4 +1,4 @@
-"""The float64 matrix of the pipeline schedules: every schedule with every feature that meets it, against one process."""
+"""The float64 matrix of the pipeline schedules: every schedule with every feature that meets it, against one rank."""
 
 from __future__ import annotations
 

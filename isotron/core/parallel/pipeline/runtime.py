@@ -29,7 +29,7 @@ from isotron.core.parallel.pipeline.actions import Action, Kind, Schedule
 from isotron.core.parallel.pipeline.stage import Stage
 
 Key = tuple[int, int]
-KEPT_SENDS = 8  # sends under way at a time; each holds its tensor in memory
+KEPT_SENDS = 4  # sends not known to be over; each holds its tensor in memory
 
 
 class Observer(Protocol):
@@ -234,7 +234,8 @@ class _Pass:
         pendings = comm.exchange(sends, receives, self.runtime.group)
         self.runtime.observer.posted(actions)
         self.leaving.extend(pendings[: len(sends)])
-        while len(self.leaving) > KEPT_SENDS:  # tables are free of circles even if every call is waited for at once
+        # tables are free of circles even if every call is waited for at once
+        while self.leaving and (len(self.leaving) > KEPT_SENDS or self.leaving[0].finished()):
             self.leaving.popleft().wait()
         for (target, name), pending in zip(targets, pendings[len(sends) :], strict=True):
             self.arriving.setdefault(target, {})[name] = pending

@@ -1,0 +1,65 @@
+"""Measured bubbles and step times of the pipeline schedules, beside the simulated ones, with stages that sleep.
+
+    python benchmarks/pipeline_bubble.py [--pp 4] [--microbatches 8] [--unit 0.05] [--rounds 3] [--json]
+
+Every stage sleeps `unit` seconds (divided by its stages per rank) forward, for the input gradient and for the weight
+gradient, so that processes need no cores and the machine does not matter. Quoted is the quickest of the rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from isotron.core.parallel.pipeline.events import LANES, Event
+from isotron.core.parallel.pipeline.library import plan
+from isotron.core.parallel.pipeline.registry import SCHEDULES
+from isotron.core.parallel.pipeline.simulate import simulate
+from isotron.pool import close_all, run_ranks
+from isotron.train.timeline import measured_bubble
+from tests import sleepy
+
+
+def measure(name: str, p: int, m: int, v: int, unit: float, rounds: int) -> tuple[float, float]:
+    """(seconds, bubble) of the quickest round."""
+    times = (unit / v,) * 3
+    found = []
+    for _ in range(rounds):
+        events = [Event(*e) for rank in run_ranks(p, sleepy.run_step, name, p, m, v, times) for e in rank]
+        work = [e for e in events if e.lane == LANES[2]]
+        found.append((max(e.end for e in work) - min(e.start for e in work), measured_bubble(events)))
+    return min(found)
+
+
+def main() -> int:
+    """Measure every schedule and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pp", type=int, default=4)
+    parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--unit", type=float, default=0.05)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", action="store_true")
+    given = parser.parse_args()
+    p, m, unit = given.pp, given.microbatches, given.unit
+    rows = []
+    for name, entry in SCHEDULES.items():
+        v = 1 if entry.per_rank == "one" else 2
+        report = simulate(plan(name, p, m, v))
+        seconds, bubble = measure(name, p, m, v, unit, given.rounds)
+        wanted = report.makespan * unit / v
+        row = {"schedule": name, "measured_s": seconds, "simulated_s": wanted}
+        rows.append(row | {"measured_bubble": bubble, "simulated_bubble": max(report.bubble)})
+        if not given.json:
+            print(f"{name:<14} {seconds:7.3f} s of {wanted:7.3f}   bubble {bubble:6.1%} of {max(report.bubble):6.1%}")
+    close_all()
+    if given.json:
+        print(json.dumps({"pp": p, "microbatches": m, "unit_s": unit, "schedules": rows}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

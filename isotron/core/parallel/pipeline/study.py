@@ -1,0 +1,125 @@
+"""One schedule, its table, its simulation and the figures that people compare. PURE."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from math import ceil, floor
+from typing import Any
+
+from isotron.core.parallel.pipeline import library, registry
+from isotron.core.parallel.pipeline.actions import Schedule
+from isotron.core.parallel.pipeline.path import critical_path
+from isotron.core.parallel.pipeline.search import Found, search, stage_costs
+from isotron.core.parallel.pipeline.simulate import Costs, Report, Travel, simulate
+from isotron.core.parallel.pipeline.tables import is_file
+
+Sizes = tuple[str, int, int, int, int, float, tuple[float, ...]]
+
+
+@dataclass(frozen=True)
+class Study:
+    """A schedule for p ranks, m microbatches and v stages per rank, simulated under `costs` of its stages."""
+
+    asked: Sizes
+    table: Schedule
+    costs: Costs
+    report: Report
+    found: Found | None = field(default=None, repr=False)
+
+    @property
+    def p(self) -> int:
+        """Pipeline ranks."""
+        return len(self.table.ranks)
+
+    @property
+    def m(self) -> int:
+        """Microbatches."""
+        return self.table.microbatches
+
+    @property
+    def v(self) -> int:
+        """Stages per rank."""
+        return self.table.stages // self.p
+
+    @property
+    def work(self) -> float:
+        """Busy time of a rank."""
+        return max(sum(end - start for _, start, end in row) for row in self.report.spans)
+
+    @property
+    def bubble(self) -> float:
+        """Idle over busy time of the busiest rank."""
+        return (self.report.makespan - self.work) / self.work
+
+    @property
+    def kept(self) -> float:
+        """Most activations of a rank, in microbatches of all its layers."""
+        return max(self.report.peak) / self.v
+
+    def facts(self) -> dict[str, Any]:
+        """The figures as JSON values."""
+        path = critical_path(self.report)
+        report = self.report
+        return {
+            "schedule": self.table.name,
+            "pp": self.p,
+            "vpp": self.v,
+            "microbatches": self.m,
+            "placement": list(self.table.placement),
+            "makespan": report.makespan,
+            "makespan_grouped": report.makespan_grouped,
+            "bubble": self.bubble,
+            "bubble_of_total": 1 - self.work / report.makespan,
+            "idle": list(report.idle),
+            "peak_activations": [peak / self.v for peak in report.peak],
+            "exposed_transfers": list(report.exposed),
+            "critical_path": [str(link.action) for _, link in path],
+            "critical_path_transfers": sum(link.end - link.start for _, link in path if isinstance(link, Travel)),
+        }
+
+
+def study(
+    name: str, p: int, m: int, v: int = 0, group: int = 0, memory: float = 0, costs: tuple[float, ...] = ()
+) -> Study:
+    """A schedule by name; v = 0 means what it needs: 1, or 2 where it has several stages per rank.
+
+    `auto` searches all placements for `memory` (0: what 1f1b keeps). `interleaved` with v = 1 is 1f1b. Without `costs`
+    every stage costs 1 forward, 1 input gradient, 1 weight gradient, and time is in forwards of a stage; with them they
+    are those of a whole rank.
+    """
+    asked = name, p, m, v, group, memory, costs
+    if name == "auto" and p > 1:
+        found = search(p, m, library.costs_of(costs), memory or p)
+        own = replace(stage_costs(library.costs_of(costs), found.table.stages // p), activation=1)
+        return Study(asked, found.table, own, simulate(found.table, own), found)
+    if is_file(name):
+        table = library.plan(name, p, m, v)
+    else:
+        per_rank = registry.SCHEDULES[registry.resolved(name, v)].per_rank
+        v = v or {"one": 1, "two": 2, "several": 2}[per_rank]
+        name = "1f1b" if v == 1 and per_rank == "several" else name
+        table = library.plan(name, p, m, v, group)
+    own = replace(stage_costs(library.costs_of(costs), table.stages // p), activation=1) if costs else Costs()
+    return Study(asked, table, own, simulate(table, own))
+
+
+@dataclass(frozen=True)
+class Target:
+    """How many microbatches give a bubble: exactly, and what whole numbers near it give (multiples of a group)."""
+
+    bubble: float
+    exact: float
+    near: tuple[tuple[int, float], ...]
+
+
+def target(shown: Study, bubble: float) -> Target:
+    """The microbatches at which `shown` has this bubble: its idle time does not grow with them, its work does."""
+    per_microbatch = shown.work / shown.m
+    exact = (shown.report.makespan - shown.work) / per_microbatch / bubble
+    name, p, _, _, group, memory, costs = shown.asked
+    unit = (group or p) if shown.table.name == "interleaved" else 1
+    whole = sorted({unit * max(1, floor(exact / unit)), unit * max(1, ceil(exact / unit))})
+    near = (
+        tuple((m, study(name, p, m, shown.v, group, memory, costs).bubble) for m in whole) if not is_file(name) else ()
+    )
+    return Target(bubble, exact, near)
