@@ -1,4 +1,4 @@
-"""Tiny models of `transformers` with random weights, one per family and kind of rotary stretch, saved as directories."""
+"""Tiny models of `transformers` with random weights, one per family and kind of rotary stretch."""
 
 from __future__ import annotations
 

@@ -42,7 +42,9 @@ def prepare(words: Sequence[str], extra: Mapping[str, Option], skip: Collection[
         if found.config is not None:
             loaded = read(words, found.config, extra)
     # the run is named, not the step: should the step prove damaged, the loader looks for the one before it
-    config = loaded.config if found.path else changed(loaded.config, load="")
+    # (what lies in the cache of the hub has another path than its name)
+    from_hub = {"load": found.path} if found.weights_only and found.config is not None and not found.step else {}
+    config = changed(loaded.config, **from_hub) if found.path else changed(loaded.config, load="")
     vocab = 0 if {"tokenizer_model", "vocab_file", "merge_file", "tokenizer_type"} & set(skip) else _vocab(config)
     world = from_environment()
     size = None if world is None else world.size

@@ -93,7 +93,8 @@ def parse_words(option: Option, words: list[str]) -> Any:
     if option.kind == "strs":
         return tuple(words)
     if option.kind in ("ints", "floats"):
-        return tuple(_number(int if option.kind == "ints" else float, w, option.kind) for word in words for w in word.split(",") if w)
+        number: Callable[[str], float] = int if option.kind == "ints" else float
+        return tuple(_number(number, w, option.kind) for word in words for w in word.split(",") if w)
     (word,) = words
     if option.kind == "str":
         return _chosen(option, word)

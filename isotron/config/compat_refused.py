@@ -14,12 +14,8 @@ _BUILT = "this part is not built yet"
 
 # option: (case, fix)
 REFUSED: dict[str, tuple[str, str]] = {
-    "--finetune": (
-        "fine-tuning is not built yet",
-        "isotron train --load DIR continues pre-training",
-    ),
-    "--pretrained-checkpoint": ("fine-tuning is not built yet", "--load DIR to continue pre-training"),
-    "--no-load-optim": ("a checkpoint is always resumed with its optimizer state", _OUT),
+    "--pretrained-checkpoint": ("the checkpoint to begin with is --load", "--finetune --load DIR"),
+    "--no-load-optim": ("a run is resumed with its optimizer state, or begins anew", "--finetune"),
     "--no-save-optim": ("a checkpoint always holds the optimizer state, so that it can be resumed", _OUT),
     "--ckpt-step": ("the step is part of the path", "--load DIR/step_00000010"),
     "--use-checkpoint-opt_param-scheduler": ("options given now override the checkpoint's", "leave it and --lr out"),
@@ -60,7 +56,10 @@ REFUSED: dict[str, tuple[str, str]] = {
         "it is the linear stretch of rotary positions",
         "--rope-scaling linear --rope-factor 2",
     ),
-    "--window-size": ("windows belong to a family, and count the position itself", "--family mistral --sliding-window 4096"),
+    "--window-size": (
+        "windows belong to a family, and count the position itself",
+        "--family mistral --sliding-window 4096",
+    ),
     "--multi-latent-attention": (_BUILT, _LLAMA),
     "--num-experts": ("mixture-of-experts models are not built yet", _LLAMA),
     "--spec": ("models are chosen by family", "--family gpt"),

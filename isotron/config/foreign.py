@@ -9,6 +9,13 @@ from typing import Any
 from isotron.config.schema import RunConfig, changed, to_dict
 from isotron.hub.folder import Folder
 
+# section -> the leaves of it, or all of them
+_BEGUN = {
+    "model": (),
+    "tokenizer": (),
+    "data": ("seq_length", "eod_mask_loss", "reset_position_ids", "reset_attention_mask"),
+    "train": ("dtype",),
+}
 _TOKENIZERS = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"))
 
 
@@ -21,9 +28,16 @@ def saved_run(model: Any, dtype: str, tokenizer: str) -> dict[str, dict[str, Any
 
 def folder_run(folder: Folder) -> Mapping[str, Mapping[str, Any]]:
     """What `--load` of a Hugging Face directory fixes: model, dtype, tokenizer, and a sequence length that fits."""
-    tree = saved_run(folder.model, folder.dtype, str(folder.path) if has_tokenizer(folder.path) else "")
-    kept = {"model": None, "tokenizer": None, "data": ("seq_length",), "train": ("dtype",)}
-    return {s: {k: v for k, v in tree[s].items() if leaves is None or k in leaves} for s, leaves in kept.items()}
+    return begun(saved_run(folder.model, folder.dtype, str(folder.path) if has_tokenizer(folder.path) else ""))
+
+
+def begun(tree: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """What a new run takes over from the run that its weights come from: what makes the model what it is."""
+    found: dict[str, dict[str, Any]] = {}
+    for section, leaves in _BEGUN.items():
+        table = tree.get(section, {})
+        found[section] = {k: v for k, v in table.items() if not leaves or k in leaves}
+    return found
 
 
 def has_tokenizer(directory: Path) -> bool:

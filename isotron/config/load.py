@@ -12,6 +12,7 @@ from typing import Any
 from isotron.config.argv import Given, Parsed, parse
 from isotron.config.catalogue import Option, catalogue
 from isotron.config.compat import ALIASES
+from isotron.config.foreign import begun
 from isotron.config.schema import MODELS, PRESETS, RunConfig, changed
 from isotron.config.settle import settle
 from isotron.config.switches import MEGATRON_MODEL, MEGATRON_RUN, MEGATRON_TRAIN_ITERS, Family, choose_family
@@ -113,6 +114,8 @@ def _read_config(parsed: Parsed) -> tuple[dict[str, Any], str]:
 def _read_checkpoint(checkpoint: Mapping[str, Any] | None, parsed: Parsed) -> tuple[dict[str, Any], str]:
     if not checkpoint:
         return {}, ""
+    if "finetune" in parsed.given and parsed.given["finetune"].value:
+        checkpoint = begun(checkpoint)
     tree = {section: table for section, table in checkpoint.items() if section in RESUMED}
     leaves, family, problems = read_tables(tree, "checkpoint")
     parsed.problems += problems
@@ -205,7 +208,9 @@ def _compare_model(
 
 
 def _say_decay(config: RunConfig, saved: Mapping[str, Any], parsed: Parsed) -> None:
-    was, now = saved.get("train_iters", 0), config.train.train_iters
+    if "train_iters" not in saved:
+        return
+    was, now = saved["train_iters"], config.train.train_iters
     style, decay = config.schedule.lr_decay_style, config.schedule.lr_decay_iters
     if was != now and not decay and "lr_decay_iters" not in saved and style != "constant":
         keep = f"--lr-decay-iters {was} keeps it as it was"

@@ -12,22 +12,33 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from isotron.config.foreign import begun, folder_run
 from isotron.core.errors import refuse
 
 
 @dataclass(frozen=True)
 class Found:
-    """A checkpoint's directory, the run config saved in it, and its step; nothing when a new run starts."""
+    """A checkpoint's directory, the run config saved in it, and its step; nothing when a new run starts.
+
+    `weights_only`: it has no optimizer state, so a new run begins with its weights.
+    """
 
     path: str = ""
     config: Mapping[str, Any] | None = None
     step: int = 0
+    weights_only: bool = False
 
 
 def find_checkpoint(load: str, save: str, log: Callable[[str], None] = print) -> Found:
-    """The checkpoint that `--load` names, a run or a step directory; `Found()` when a new run may start."""
+    """The checkpoint that `--load` names: a run, a step, a Hugging Face directory or ORG/NAME of the hub.
+
+    `Found()` when a new run may start.
+    """
     if not load:
         return Found()
+    foreign = _foreign(load, save)
+    if foreign is not None:
+        return foreign
     from isotron.core.checkpoint.format import read_manifest
     from isotron.core.checkpoint.locate import find
 
@@ -50,4 +61,18 @@ def find_checkpoint(load: str, save: str, log: Callable[[str], None] = print) ->
             f"{step} was not written by isotron train: it holds no run config",
             "a checkpoint of a run",
         )
+    if manifest.meta.get("weights_only"):
+        return Found(str(step), begun(config), manifest.step, weights_only=True)
     return Found(str(step), config, manifest.step)
+
+
+def _foreign(load: str, save: str) -> Found | None:
+    """A Hugging Face directory; None when `load` is something else."""
+    from isotron.hub.folder import is_folder, open_folder
+    from isotron.hub.locate import is_hub_name, local_path
+
+    if os.path.realpath(load) != os.path.realpath(save or "") and is_hub_name(load):
+        load = str(local_path(load))
+    if not is_folder(load):
+        return None
+    return Found(load, folder_run(open_folder(load)), 0, weights_only=True)

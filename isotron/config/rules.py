@@ -84,14 +84,16 @@ _POSITIVE = {
     "micro_batch_size": 1, "train_iters": 1000, "recompute_num_layers": 1, "make_vocab_size_divisible_by": 128,
     "ddp_bucket_size": 40000000, "log_interval": 1, "loss_scale_window": 1000, "hysteresis": 2, "norm_epsilon": 1e-5,
     "rope_theta": 10000.0, "rope_percent": 1.0, "rope_low_freq_factor": 1.0,
-    "rope_high_freq_factor": 4.0, "rope_beta_fast": 32.0, "rope_beta_slow": 1.0, "init_method_std": 0.02, "adam_eps": 1e-8, "initial_loss_scale": 65536.0,
+    "rope_high_freq_factor": 4.0, "rope_beta_fast": 32.0, "rope_beta_slow": 1.0,
+    "init_method_std": 0.02, "adam_eps": 1e-8, "initial_loss_scale": 65536.0,
     "min_loss_scale": 1.0,
 }  # fmt: skip
 _NOT_NEGATIVE = {
     "trace": 0, "schedule_memory": 0, "microbatch_group": 0, "recompute_keep": 0,
     "num_key_value_heads": 0, "head_dim": 0, "ffn_hidden_size": 0, "vocab_size": 50257, "max_position_embeddings": 0,
     "dp": 1, "first_stage_layers": 0, "last_stage_layers": 0, "global_batch_size": 128, "eval_interval": 0,
-    "eval_iters": 10, "check_interval": 100, "stuck_after_s": 1800.0, "save_interval": 1000, "keep_last": 0,
+    "eval_iters": 10, "check_interval": 100, "stuck_after_s": 1800.0,
+    "save_interval": 1000, "keep_last": 0,
     "lr_warmup_iters": 0, "lr_decay_iters": 0, "lr_wsd_decay_iters": 0, "lr": 0.0003, "min_lr": 0.0,
     "lr_warmup_init": 0.0, "clip_grad": 1.0, "loss_scale": 0.0, "weight_decay": 0.1,
 }  # fmt: skip

@@ -171,6 +171,11 @@ def _save_is_file(c: RunConfig, f: Facts) -> Problem:
     )
 
 
+def _finetune_place(c: RunConfig, f: Facts) -> Problem:
+    case = "the new run begins at step 0 and would write over the one that it begins with"
+    return Problem(asked(c, "finetune", "load", "save"), case, f"--save {c.checkpoint.save}-finetuned")
+
+
 def _wandb(c: RunConfig, f: Facts) -> Problem:
     return Problem(asked(c, "wandb_exp_name"), "a run's name needs a project to stand in", "--wandb-project isotron")
 
@@ -208,6 +213,9 @@ RUN_RULES: tuple[Rule, ...] = (
          lambda c, f: c.optim.min_loss_scale > c.optim.initial_loss_scale, _loss_scale_floor),
     Rule("save is a directory", ("save",),
          lambda c, f: bool(c.checkpoint.save) and f.is_file(c.checkpoint.save), _save_is_file),
+    Rule("fine-tuning goes elsewhere", ("finetune", "load", "save"),
+         lambda c, f: c.checkpoint.finetune and bool(c.checkpoint.load) and c.checkpoint.load == c.checkpoint.save,
+         _finetune_place),
     Rule("W&B project", ("wandb_project", "wandb_exp_name"),
          lambda c, f: bool(c.log.wandb_exp_name) and not c.log.wandb_project, _wandb),
 )  # fmt: skip

@@ -71,7 +71,8 @@ def example(option: Option) -> str:
     """A legal value of an option, for messages."""
     if option.choices:
         return str(next((c for c in option.choices if c == option.default), option.choices[0]))
-    samples = {"int": "1", "float": "0.1", "bool": "true", "str": "NAME", "ints": "2,2", "floats": "1.0,1.5", "strs": "NAME"}
+    samples = {"int": "1", "float": "0.1", "bool": "true", "str": "NAME", "strs": "NAME"}
+    samples |= {"ints": "2,2", "floats": "1.0,1.5"}
     default = option.default
     return (
         str(default)

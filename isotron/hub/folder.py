@@ -70,6 +70,18 @@ def open_folder(path: str | Path) -> Folder:
     return Folder(path, values, model, str(values.get("dtype") or values.get("torch_dtype") or "float32"), spelling)
 
 
+def end_tokens(path: Path) -> tuple[int, ...]:
+    """Ids that end a text, by generation_config.json or else config.json; empty where neither says."""
+    for name in ("generation_config.json", CONFIG):
+        file = path / name
+        found = _json(file, f"the model in {path}").get("eos_token_id") if file.is_file() else None
+        if isinstance(found, int):
+            return (found,)
+        if isinstance(found, list) and found:
+            return tuple(int(i) for i in found)
+    return ()
+
+
 def companions(path: Path) -> list[Path]:
     """Tokenizer, generation config and licence of a directory."""
     found = {file for pattern in COMPANIONS for file in path.glob(pattern) if file.is_file()}

@@ -18,8 +18,9 @@ NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?", re.ASCII
 
 
 def is_hub_name(text: str) -> bool:
-    """Whether text names a model of the hub rather than a path."""
-    return not Path(text).expanduser().exists() and NAME.fullmatch(text) is not None
+    """Whether text names a model of the hub rather than a path; runs/frist beside a directory runs is a path."""
+    path = Path(text).expanduser()
+    return not path.exists() and not path.parent.exists() and NAME.fullmatch(text) is not None
 
 
 def local_path(text: str) -> Path:

@@ -26,9 +26,13 @@ class Cache:
 
     def __init__(self, rows: int, slots: int) -> None:
         self.rows, self.slots = rows, slots
-        self.empty = True
+        self.empty, self.long = True, False
         self.used = 0
         self.positions_BS: Tensor | None = None
+
+    def begin_anew_if(self, long: bool) -> None:
+        """Under LongRoPE keys are turned otherwise once a row is long; then the next pass takes all tokens again."""
+        self.empty, self.long = self.empty or long != self.long, long
 
     def begin(self, positions_BS: Tensor, used: int) -> None:
         """A pass over tokens at `positions_BS`, all below `used`; on an empty cache they are 0..S-1 in every row."""

@@ -38,6 +38,10 @@ class Generated:
     logprobs: list[list[float]] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
 
+    def joined(self, other: Generated) -> Generated:
+        """These rows and the other's."""
+        return Generated(self.tokens + other.tokens, self.logprobs + other.logprobs, self.reasons + other.reasons)
+
 
 class Engine:
     """Generates with a model in an `inference_layout`, or in that of a training run without data parallelism, chunks
@@ -76,13 +80,32 @@ class Engine:
             return Generated()
         stops = frozenset(self._ends() if stop_ids is None else stop_ids)
         self.model.wait_weights()
+        # one rotation serves a whole batch: rows that change theirs at different times go one by one
+        alone = len(set(map(len, rows))) > 1 and self._long_rotation(max(map(len, rows)) + max_new_tokens)
+        result = Generated()
+        for start, part in enumerate([[row] for row in rows]) if alone else [(0, rows)]:
+            result = result.joined(self._batch(part, stops, max_new_tokens, sampling, first_request + start))
+        return result
+
+    def _batch(
+        self, rows: list[list[int]], stops: frozenset[int], max_new_tokens: int, sampling: Sampling, first_request: int
+    ) -> Generated:
+        """Rows that grow together."""
         found = _Rows(rows, stops, max_new_tokens)
         with cached(self.stage.module, len(rows), found.longest + max_new_tokens) as cache:
             while not found.done:
+                cache.begin_anew_if(self._long_rotation(found.longest))
                 logits_BV = self._forward(found, cache)
                 places = [(first_request + i, len(row)) for i, row in enumerate(found.rows)]
                 found.append(*self._decide(logits_BV, sampling, places))
         return found.result()
+
+    def _long_rotation(self, length: int) -> bool:
+        """Whether a sequence of this length is rotated by other frequencies than a short one."""
+        cfg = self.model.config
+        if getattr(cfg, "rope_scaling", "none") != "longrope":
+            return False
+        return length > (cfg.rope_original_positions or cfg.max_position_embeddings)
 
     # ---- one pass --------------------------------------------------------------------------------------------------
 

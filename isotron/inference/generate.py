@@ -20,6 +20,9 @@ from isotron.core.checkpoint.weights import load_weights
 from isotron.core.errors import refuse
 from isotron.core.mesh import AXES, Group, Mesh
 from isotron.core.parallel.model import ParallelModel
+from isotron.hub.folder import end_tokens, is_folder
+from isotron.hub.opened import ORIGIN
+from isotron.hub.reader import HFSource
 from isotron.inference.config import inference_layout
 from isotron.inference.engine import Engine, Generated
 from isotron.launch import World, from_environment, init_distributed, shutdown
@@ -36,6 +39,7 @@ def main(config: RunConfig, options: Mapping[str, Any]) -> int:
 
     `config`: the checkpoint's run with `load`, the layout (tp, pp), device and dtype of this command. `options`:
     prompts, max_new_tokens, temperature, top_k, top_p, seed, ignore_eos, json.
+    A model from Hugging Face ends at every token that its generation config names, and begins as its tokenizer says.
     """
     world = from_environment() or World()
     config = changed(config, **_layout_leaves(config))
@@ -51,7 +55,8 @@ def main(config: RunConfig, options: Mapping[str, Any]) -> int:
         mesh = Mesh(world.rank, tp=config.layout.tp, pp=config.layout.pp)
         step = find_step(config.checkpoint.load, mesh.group(*AXES))
         engine = open_engine(config, step, mesh, device)
-        results = continue_texts(engine, options)
+        origin = step if is_folder(step) else step / ORIGIN
+        results = continue_texts(engine, {**options, "stop_ids": end_tokens(origin), "origin": origin.is_dir()})
         if world.rank == 0:
             print(as_json(step, results) if options["json"] else as_text(results), flush=True)
         return 0
@@ -60,8 +65,8 @@ def main(config: RunConfig, options: Mapping[str, Any]) -> int:
 
 
 def find_step(path: str, world: Group) -> Path:
-    """The step directory to load, as rank 0 sees it."""
-    step = find(path) if world.index == 0 else None
+    """The step or Hugging Face directory to load, as rank 0 sees it."""
+    step = (Path(path) if is_folder(path) else find(path)) if world.index == 0 else None
     chosen = comm.broadcast_json(None if step is None else str(step), world)
     if chosen is None:
         raise refuse(f"--load {path}", "there is no complete checkpoint", "--load with the directory of a run")
@@ -69,16 +74,23 @@ def find_step(path: str, world: Group) -> Path:
 
 
 def open_engine(config: RunConfig, step: Path, mesh: Mesh, device: Any) -> Engine:
-    """The model of a step directory with its weights, in the layout of `config`, and its tokenizer."""
-    manifest = read_manifest(step)
-    tokenizer = find_tokenizer(config, step, manifest)
+    """The model of a step or Hugging Face directory with its weights, in the layout of `config`, and its tokenizer."""
+    foreign = is_folder(step)
+    tokenizer = foreign_tokenizer(config) if foreign else find_tokenizer(config, step, read_manifest(step))
     config = with_sizes(config, tokenizer)
     dtype = devices.dtype_of(config.train.dtype)
     model = ParallelModel(config.model, config.layout, mesh, dtype, device, config.train.seed)
-    source = Source(step)
+    source = HFSource(step, check_head=mesh.rank == 0) if foreign else Source(step)
     load_weights(model, source)
     source.close()
     return Engine(model, tokenizer)
+
+
+def foreign_tokenizer(config: RunConfig) -> Tokenizer:
+    """The tokenizer that the command or the directory names, else ids as text."""
+    if config.tokenizer == TokenizerConfig():
+        return NullTokenizer(config.model.vocab_size)
+    return build_tokenizer(config.tokenizer, config.model.vocab_size)
 
 
 def with_sizes(config: RunConfig, tokenizer: Tokenizer) -> RunConfig:
@@ -113,7 +125,9 @@ def _layout_leaves(config: RunConfig) -> dict[str, Any]:
 def continue_texts(engine: Engine, options: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Per prompt: prompt, text (its continuation), tokens, logprobs, prompt_tokens, finish_reason."""
     prompts: Sequence[str] = options["prompts"]
-    ids = _tokenizer(engine).encode_batch(list(prompts))
+    tokenizer = _tokenizer(engine)
+    first = list(tokenizer.prefix) if options.get("origin") else []
+    ids = [first + row for row in tokenizer.encode_batch(list(prompts))]
     results: list[dict[str, Any]] = []
     for start in range(0, len(prompts), ROWS):
         part = slice(start, start + ROWS)
@@ -124,7 +138,7 @@ def continue_texts(engine: Engine, options: Mapping[str, Any]) -> list[dict[str,
             top_k=options["top_k"],
             top_p=options["top_p"],
             seed=options["seed"],
-            stop_ids=() if options["ignore_eos"] else None,
+            stop_ids=() if options["ignore_eos"] else options.get("stop_ids") or None,
             first_request=start,
         )
         results += _described(_tokenizer(engine), prompts[part], ids[part], out)

@@ -23,7 +23,7 @@ class Tokenizer(Protocol):
     """Text <-> ids. `vocab_size` counts the real entries (largest id + 1), without any padding for the model.
 
     `eod` ends a document; `bos`, `eos` and `pad` are None where the tokenizer names none. `encode` never adds special
-    tokens by itself.
+    tokens by itself; `prefix` are those that the tokenizer's own library would put before a text.
     """
 
     vocab_size: int
@@ -31,6 +31,7 @@ class Tokenizer(Protocol):
     bos: int | None
     eos: int | None
     pad: int | None
+    prefix: tuple[int, ...]
 
     def encode(self, text: str) -> list[int]:
         """The ids of one text."""
@@ -60,6 +61,7 @@ class FileTokenizer:
     bos: int | None = None
     eos: int | None = None
     pad: int | None = None
+    prefix: tuple[int, ...] = ()
 
     def __init__(self, files: dict[str, Path], extras: tuple[Path, ...] = ()) -> None:
         self.files = files

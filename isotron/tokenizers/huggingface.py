@@ -46,6 +46,8 @@ class HuggingFaceTokenizer(FileTokenizer):
                 'a tokenizer_config.json beside it with "eos_token": "TOKEN", a token of this vocabulary',
             )
         self.eod = self.eos
+        plain, full = (self._tokenizer.encode("a", add_special_tokens=special).ids for special in (False, True))
+        self.prefix = tuple(full[: len(full) - len(plain)]) if full[-len(plain) :] == plain else ()
 
     def _id_of(self, token: str | int | None) -> int | None:
         return self._tokenizer.token_to_id(token) if isinstance(token, str) else token

@@ -32,6 +32,7 @@ class SentencePieceTokenizer(FileTokenizer):
                 "a model trained with an eos piece (the default of spm_train)",
             )
         self.eod = self.eos
+        self.prefix = () if self.bos is None else (self.bos,)
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         """The ids of each text."""

@@ -22,9 +22,11 @@ from isotron.core.parallel.model import ParallelModel
 from isotron.core.peaks import peak_flops
 from isotron.core.precision.scaler import LossScaler
 from isotron.data.build import build_segments
+from isotron.hub.folder import is_folder
 from isotron.launch import World, from_environment, init_distributed, shutdown, stamp
 from isotron.tokenizers.base import Tokenizer
 from isotron.tokenizers.build import build_tokenizer
+from isotron.train.begin import begin, is_weights_only, origin_files
 from isotron.train.faults import NEVER_SECONDS, PHASE_FACTOR, FiniteGuard, StopSignal, Watchdog
 from isotron.train.loop import Run, train
 from isotron.train.metrics import Metrics
@@ -88,7 +90,8 @@ def _prepare(
     if world.rank == 0:
         directory.mkdir(parents=True, exist_ok=True)
         (directory / "config.toml").write_text(to_toml(config), encoding="utf-8")
-    files = tokenizer_files(tokenizer, Path(stack.enter_context(tempfile.TemporaryDirectory())))
+    scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+    files = {**tokenizer_files(tokenizer, scratch), **origin_files(loaded, scratch)}
     metrics = Metrics(directory, config.log, world.rank == 0, state.step)
     stack.callback(metrics.close)
     peak = peak_flops(devices.device_name(device), config.train.dtype)
@@ -126,17 +129,22 @@ def with_vocabulary(config: RunConfig, tokenizer: Tokenizer | None) -> RunConfig
 
 
 def resume(state: TrainState, say: Callable[[str], None]) -> Path | None:
-    """Load the newest complete checkpoint of `load` and return its directory.
+    """Load the newest complete checkpoint of `load`, or only the weights where that is asked or there is no more.
 
-    When `load` is also where checkpoints go and holds nothing, a run begins.
+    Returns the directory that was loaded. When `load` is also where checkpoints go and holds nothing, a run begins.
     """
     wanted = state.config.checkpoint
     if not wanted.load:
         return None
     ranks = GroupRanks(state.model.mesh.group(*AXES))
-    exists = ranks.broadcast_json(Path(wanted.load).exists())
+    exists, foreign = ranks.broadcast_json([Path(wanted.load).exists(), is_folder(wanted.load)])
+    if foreign:
+        begin(state, Path(wanted.load), say)
+        return Path(wanted.load)
     found = find_checkpoint(wanted.load, ranks, say) if exists else None
-    if found is not None:
+    if found is not None and (wanted.finetune or is_weights_only(found)):
+        begin(state, found, say)
+    elif found is not None:
         load_state(state, found)
         say(f"isotron: resumed from {found} at step {state.step}, {state.consumed_samples} samples consumed")
     elif wanted.save and Path(wanted.load).resolve() == Path(wanted.save).resolve():

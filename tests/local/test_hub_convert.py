@@ -1,4 +1,4 @@
-"""Conversion there and back: bitwise tensors, kept configs, tied and untied heads, shards, resumption, refusals, memory."""
+"""Conversion there and back: tensors, configs, tied and untied heads, shards, resumption, refusals, memory."""
 
 from __future__ import annotations
 

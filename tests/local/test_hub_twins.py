@@ -1,4 +1,4 @@
-"""Every family read from a directory that `transformers` wrote: logits and every gradient at 200 positions, in float32."""
+"""Every family from a directory that `transformers` wrote: logits and every gradient at 200 positions, float32."""
 
 from __future__ import annotations
 

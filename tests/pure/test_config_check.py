@@ -23,7 +23,8 @@ BOTH_SIDES: dict[str, tuple[str, str, dict]] = {
     "heads divide the width": ("--hidden-size 66", "--hidden-size 66 --num-attention-heads 3", {}),
     "rotary heads are even": ("--head-dim 15", "--family gpt --hidden-size 60", {}),
     "longrope factors": ("--rope-scaling longrope --head-dim 4 --rope-short-factor 1.0,2.0",
-                         "--rope-scaling longrope --head-dim 4 --rope-short-factor 1.0,2.0 --rope-long-factor 1.0,4.0", {}),
+                         "--rope-scaling longrope --head-dim 4 --rope-short-factor 1.0,2.0 "
+                         "--rope-long-factor 1.0,4.0", {}),
     "groups divide heads": ("--num-key-value-heads 3", "--num-key-value-heads 2", {}),
     "tp divides heads": ("--tp 8", "--tp 4", {}),
     "tp and groups divide": ("--num-attention-heads 12 --head-dim 16 --num-key-value-heads 6 --tp 4",
@@ -71,6 +72,7 @@ BOTH_SIDES: dict[str, tuple[str, str, dict]] = {
     "loss scale of float16": ("--loss-scale 8", "--loss-scale 8 --dtype float16", {}),
     "loss scale floor": ("--min-loss-scale 8 --initial-loss-scale 4", "--min-loss-scale 4 --initial-loss-scale 4", {}),
     "save is a directory": ("--save t.json", "--save elsewhere", {}),
+    "fine-tuning goes elsewhere": ("--finetune --load a --save a", "--finetune --load a --save b", {}),
     "W&B project": ("--wandb-exp-name a", "--wandb-exp-name a --wandb-project b", {}),
 }  # fmt: skip
 # rules whose fix is something to do outside of this command, or that the test's world does not have

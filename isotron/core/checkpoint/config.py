@@ -12,6 +12,7 @@ class CheckpointConfig:
     """Where checkpoints go and come from."""
 
     save: str = option("", "directory for checkpoints; empty means the run directory")
-    load: str = option("", "a run directory or one step_XXXXXXXX directory to resume from")
+    load: str = option("", "a run or step_XXXXXXXX to resume, or a Hugging Face directory or ORG/NAME to begin with")
+    finetune: bool = option(False, "take only the weights of load: new optimizer, step 0, data from the start")
     save_interval: int = option(0, "steps between checkpoints; 0 means only the last step", unit="steps")
     keep_last: int = option(0, "complete checkpoints to keep; 0 means all")

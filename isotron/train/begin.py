@@ -1,0 +1,60 @@
+"""Beginning a run with weights that come from elsewhere: a Hugging Face directory, a converted model, another run.
+
+Only weights are taken: the optimizer is new, the step is 0, the data begins at its start. The files that a model came
+with (config.json, generation config, chat template) are carried on from checkpoint to checkpoint, for the way back.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from isotron.core.checkpoint.format import read_manifest
+from isotron.core.checkpoint.load import Source
+from isotron.core.checkpoint.ranks import together
+from isotron.core.checkpoint.weights import load_weights
+from isotron.core.device import dtype_of
+from isotron.core.optim.adamw import AdamW
+from isotron.hub.folder import CONFIG, companions, is_folder
+from isotron.hub.opened import ORIGIN
+from isotron.hub.reader import HFSource
+from isotron.train.state import TrainState
+
+
+def is_weights_only(step: Path) -> bool:
+    """Whether a checkpoint was converted and has no optimizer state."""
+    return bool(read_manifest(step).meta.get("weights_only"))
+
+
+def begin(state: TrainState, path: Path, say: Callable[[str], None]) -> None:
+    """Take the weights of a Hugging Face directory or of a step; every rank calls it."""
+
+    def read() -> None:
+        if is_folder(path):
+            foreign = HFSource(path, check_head=state.ranks.rank == 0)
+            load_weights(state.model, foreign)
+            foreign.close()
+            return
+        source = Source(path)
+        masters = state.model.dtype == dtype_of("float32") and any(n.startswith("master/") for n in source.names())
+        load_weights(state.model, source, prefix="master/" if masters else "")
+        source.close()
+
+    together(state.ranks, f"begin with the weights of {path}", read)
+    state.optimizer = AdamW(state.model.views(), state.config.optim)  # its masters are the weights just read
+    say(f"isotron: begun with the weights of {path}")
+
+
+def origin_files(path: Path | None, scratch: Path) -> dict[str, Path]:
+    """Copies of what a model came with, by their place in a checkpoint; nothing when it was trained from the start."""
+    if path is None or not path.is_dir():
+        return {}
+    if is_folder(path):
+        found = [path / CONFIG, *companions(path)]
+    else:
+        found = sorted((path / ORIGIN).iterdir()) if (path / ORIGIN).is_dir() else []
+    (scratch / ORIGIN).mkdir()
+    for file in found:
+        shutil.copyfile(file, scratch / ORIGIN / file.name)
+    return {f"{ORIGIN}/{file.name}": scratch / ORIGIN / file.name for file in found}
