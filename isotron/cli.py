@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from isotron import __version__
 from isotron.config.argv import clean_words
 from isotron.config.tables import nearest
-from isotron.core.errors import Refused, refuse
+from isotron.core.errors import Refused, refuse, refuse_file
 
 # Ranks of a launcher find the same problems; the first one says them, and its exit makes the launcher end the others.
 # A rank that is still there after this time has a problem of its own.
@@ -107,6 +107,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output (head, less) has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except OSError as error:
+        about = refuse_file(error)
+        if about is None:
+            raise
+        report(about)
+        return about.exit_code
 
 
 def report(refused: Refused) -> None:

@@ -22,8 +22,9 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from isotron import processes
-from isotron.core.errors import Refused
+from isotron.core.errors import Refused, refuse, refuse_file
 
+BYTES_PER_RANK = 50_000_000  # at the very least: what a started process has for itself alone
 STORE_VARIABLE = "ISOTRON_STORE"
 GRACE_SECONDS = 3.0  # how long the others may go on once one has failed
 EXIT_SIGNALLED = 143  # what a rank returns that was told to stop and has saved: no failure
@@ -75,6 +76,7 @@ def run_local(target: str, world: int, args: tuple[Any, ...] = ()) -> int:
     if world == 1:
         result = processes.find(target)(*args)
         return result if isinstance(result, int) else 0
+    _check_room(world)
     directory = tempfile.mkdtemp(prefix="isotron-run-")
     ranks: list[Rank] = []
     try:
@@ -90,6 +92,16 @@ def run_local(target: str, world: int, args: tuple[Any, ...] = ()) -> int:
     if first is not None:
         return _told_to_stop(first, seen) or _verdict(first, ranks)
     return EXIT_SIGNALLED if any(rank.code == EXIT_SIGNALLED for rank in ranks) else 0
+
+
+def _check_room(world: int) -> None:
+    """Refuse a number of processes that would take this machine down before any of them can say what is wrong."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    most = memory // BYTES_PER_RANK
+    if world > most:
+        case = f"this machine has {memory / 1e9:.0f} GB of memory, enough to start {most} at most"
+        fix = "--tp, --pp and --dp with a smaller product, or torchrun or srun over more machines"
+        raise refuse(f"{world} processes on this machine (tp x pp x dp)", case, fix)
 
 
 def threads_per_process(world: int) -> int:
@@ -251,6 +263,8 @@ def _report(job: Job) -> Report:
 
 def _failed(error: BaseException) -> Report:
     at = float(error.__dict__["failed_at"])
+    if isinstance(error, OSError):
+        error = refuse_file(error) or error
     if isinstance(error, Refused):
         return Report(error.exit_code, refused=error, at=at)
     if isinstance(error, SystemExit):

@@ -85,8 +85,7 @@ _POSITIVE = {
     "ddp_bucket_size": 40000000, "log_interval": 1, "loss_scale_window": 1000, "hysteresis": 2, "norm_epsilon": 1e-5,
     "rope_theta": 10000.0, "rope_percent": 1.0, "rope_low_freq_factor": 1.0,
     "rope_high_freq_factor": 4.0, "rope_beta_fast": 32.0, "rope_beta_slow": 1.0,
-    "init_method_std": 0.02, "adam_eps": 1e-8, "initial_loss_scale": 65536.0,
-    "min_loss_scale": 1.0,
+    "init_method_std": 0.02, "adam_eps": 1e-8,
 }  # fmt: skip
 _NOT_NEGATIVE = {
     "trace": 0, "schedule_memory": 0, "microbatch_group": 0, "recompute_keep": 0,
@@ -95,9 +94,10 @@ _NOT_NEGATIVE = {
     "eval_iters": 10, "check_interval": 100, "stuck_after_s": 1800.0,
     "save_interval": 1000, "keep_last": 0,
     "lr_warmup_iters": 0, "lr_decay_iters": 0, "lr_wsd_decay_iters": 0, "lr": 0.0003, "min_lr": 0.0,
-    "lr_warmup_init": 0.0, "clip_grad": 1.0, "loss_scale": 0.0, "weight_decay": 0.1,
+    "lr_warmup_init": 0.0, "clip_grad": 1.0, "weight_decay": 0.1,
 }  # fmt: skip
 _PROBABILITY = {"hidden_dropout": 0.1, "attention_dropout": 0.1, "adam_beta1": 0.9, "adam_beta2": 0.95}
+_SCALE = {"initial_loss_scale": 65536.0, "min_loss_scale": 1.0}
 _RAMP = {"start_weight_decay": 0.0, "end_weight_decay": 0.1}
 
 RANGES: tuple[Rule, ...] = tuple(
@@ -106,6 +106,11 @@ RANGES: tuple[Rule, ...] = tuple(
         *(Range(leaf, "above 0", lambda v: v > 0, e) for leaf, e in _POSITIVE.items()),
         *(Range(leaf, "0 or more", lambda v: v >= 0, e) for leaf, e in _NOT_NEGATIVE.items()),
         *(Range(leaf, "at least 0 and below 1", lambda v: 0 <= v < 1, e) for leaf, e in _PROBABILITY.items()),
+        *(
+            Range(leaf, "above 0 and at most 1e30 (float32 ends at 3e38)", lambda v: 0 < v <= 1e30, e)
+            for leaf, e in _SCALE.items()
+        ),
+        Range("loss_scale", "from 0 to 1e30 (float32 ends at 3e38)", lambda v: 0 <= v <= 1e30, 0.0),
         Range("seed", "between 0 and 4294967295", lambda v: 0 <= v < 2**32, 1234),
         Range("lr_warmup_fraction", "between 0 and 1", lambda v: 0 <= v <= 1, 0.01),
         *(

@@ -18,6 +18,12 @@ def _batch(c: RunConfig, f: Facts) -> Problem:
     return Problem(asked(c, "global_batch_size", "micro_batch_size", "dp"), case, fix)
 
 
+def _samples(c: RunConfig, f: Facts) -> Problem:
+    batch = c.train.global_batch_size
+    case = f"train_iters x global_batch_size = {c.train.train_iters * batch:.3g} samples; they are counted to 2^53"
+    return Problem(asked(c, "train_iters", "global_batch_size"), case, "--train-iters 1000 --global-batch-size 128")
+
+
 def _positions(c: RunConfig, f: Facts) -> Problem:
     s, limit = c.data.seq_length, c.model.max_position_embeddings
     fix = f"--max-position-embeddings {s}, or --seq-length {limit}"
@@ -67,6 +73,22 @@ def _no_data(c: RunConfig, f: Facts) -> Problem:
         case,
         "--mock-data, to try a layout, or --data-path PREFIX written by isotron preprocess",
     )
+
+
+def _made_up_and_read(c: RunConfig, f: Facts) -> Problem:
+    case = "data is either made up or read, and both are asked for"
+    given = [leaf for leaf in ("data_path", "valid_data_path") if getattr(c.data, leaf)]
+    return Problem(asked(c, "mock_data", *given), case, "--no-mock-data, or leave the data paths out")
+
+
+_DOCUMENTS = ("eod_mask_loss", "reset_position_ids", "reset_attention_mask")
+
+
+def _no_documents(c: RunConfig, f: Facts) -> Problem:
+    given = [leaf for leaf in _DOCUMENTS if getattr(c.data, leaf)]
+    case = "documents end with a tokenizer's end-of-document id, and made-up data without a tokenizer has none"
+    fix = " ".join(f"--no-{leaf.replace('_', '-')}" for leaf in given)
+    return Problem(asked(c, *given), case, f"{fix}, or --tokenizer-model with a local file")
 
 
 def data_prefixes(words: tuple[str, ...]) -> list[str]:
@@ -186,6 +208,8 @@ _FILES = ("tokenizer_model", "vocab_file", "merge_file")
 RUN_RULES: tuple[Rule, ...] = (
     Rule("batch arithmetic", ("global_batch_size", "micro_batch_size", "dp"),
          lambda c, f: c.train.global_batch_size % (c.train.micro_batch_size * c.layout.dp) != 0, _batch),
+    Rule("samples can be counted", ("train_iters", "global_batch_size"),
+         lambda c, f: c.train.train_iters * c.train.global_batch_size > 2**53, _samples),
     Rule("positions hold the sequence", ("seq_length", "max_position_embeddings"),
          lambda c, f: c.data.seq_length > c.model.max_position_embeddings, _positions),
     Rule("a vocabulary", ("vocab_size", *_FILES),
@@ -196,6 +220,11 @@ RUN_RULES: tuple[Rule, ...] = (
          lambda c, f: bool(c.tokenizer.vocab_file) != bool(c.tokenizer.merge_file), _bpe_pair),
     Rule("tokenizer files", _FILES, lambda c, f: bool(_missing_tokenizer(c, f)), _tokenizer_files),
     Rule("some data", ("data_path", "mock_data"), lambda c, f: not c.data.data_path and not c.data.mock_data, _no_data),
+    Rule("made up or read", ("mock_data", "data_path", "valid_data_path"),
+         lambda c, f: c.data.mock_data and bool(c.data.data_path or c.data.valid_data_path), _made_up_and_read),
+    Rule("ends of documents", (*_DOCUMENTS, "mock_data", *_FILES),
+         lambda c, f: c.data.mock_data and not _has_tokenizer(c) and any(getattr(c.data, x) for x in _DOCUMENTS),
+         _no_documents),
     Rule("data files", ("data_path", "valid_data_path"),
          lambda c, f: not c.data.mock_data and bool(_missing_data(c, f)), _data_files),
     Rule("split", ("split",), _split_broken, _split),

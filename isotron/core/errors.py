@@ -5,6 +5,7 @@ PURE: imports nothing but the standard library.
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -45,3 +46,15 @@ class Refused(Exception):
 def refuse(asked: str, case: str, fix: str, exit_code: int = 2) -> Refused:
     """The common case of one problem: `raise refuse(asked, case, fix)`."""
     return Refused([Problem(asked, case, fix)], exit_code)
+
+
+_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+
+
+def refuse_file(error: OSError) -> Refused | None:
+    """What the system says about a file, in three lines; None where the error is about something else."""
+    if error.filename is None and error.errno not in _DISK:
+        return None
+    name = f"the file {error.filename}" if error.filename is not None else "writing a file"
+    fix = "a path that exists and may be read or written, on a disk with room; what was complete before still is"
+    return refuse(name, f"the system says: {error.strerror}", fix, exit_code=1)

@@ -47,10 +47,11 @@ class _Request:
     opened: dict[str, IndexedDataset] = field(default_factory=dict)
 
     def open(self, prefix: str) -> IndexedDataset:
-        """The pair at `prefix`, opened once."""
+        """The pair at `prefix`, opened and checked once."""
         if prefix not in self.opened:
             _check_note(prefix, self)
-            self.opened[prefix] = IndexedDataset(prefix)
+            self.opened[prefix] = data = IndexedDataset(prefix)
+            data.check()  # a wrong length would train on wrong tokens without a word
         return self.opened[prefix]
 
     def cache(self, prefix: str) -> IndexCache:

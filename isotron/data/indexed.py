@@ -21,6 +21,7 @@ import numpy.typing as npt
 from isotron.core.errors import Refused, refuse
 
 MAGIC = b"MMIDIDX\x00\x00"
+CHECK_BLOCK = 1 << 22  # sequences that `check` looks at together
 HEADER = struct.Struct("<9sQBQQ")
 CODES: dict[int, type[np.number]] = {
     1: np.uint8,
@@ -103,14 +104,19 @@ class IndexedDataset:
 
     def check(self) -> None:
         """Read the whole index and refuse a negative length, a gap between sequences, or a broken document list."""
-        lengths = self.lengths.astype(np.int64)
-        ends = self.pointers + lengths * self.dtype.itemsize
-        starts = np.flatnonzero(self.pointers[1:] != ends[:-1])
-        steps = np.flatnonzero(np.diff(self.document_indices) < 0)
-        if len(lengths) and lengths.min() < 0:
-            raise _damaged(self.prefix, f"sequence {int(np.argmin(lengths))} has the length {int(lengths.min())}")
-        if len(starts):
-            raise _damaged(self.prefix, f"sequence {int(starts[0]) + 1} does not start where the one before it ends")
+        for at in range(0, len(self), CHECK_BLOCK):
+            # one more, so that the last of a block is held against the first of the next
+            lengths = self.lengths[at : at + CHECK_BLOCK + 1].astype(np.int64)
+            pointers = self.pointers[at : at + CHECK_BLOCK + 1]
+            ends = pointers + lengths * self.dtype.itemsize
+            starts = np.flatnonzero(pointers[1:] != ends[:-1])
+            if lengths.min() < 0:
+                worst = int(np.argmin(lengths))
+                raise _damaged(self.prefix, f"sequence {at + worst} has the length {int(lengths[worst])}")
+            if len(starts):
+                case = f"sequence {at + int(starts[0]) + 1} does not start where the one before it ends"
+                raise _damaged(self.prefix, case)
+        steps = np.flatnonzero(self.document_indices[1:] < self.document_indices[:-1])
         if len(steps):
             raise _damaged(self.prefix, f"document {int(steps[0])} ends before it starts")
 

@@ -30,6 +30,7 @@ from isotron.train.begin import begin, is_weights_only, origin_files
 from isotron.train.faults import NEVER_SECONDS, PHASE_FACTOR, FiniteGuard, StopSignal, Watchdog
 from isotron.train.loop import Run, train
 from isotron.train.metrics import Metrics
+from isotron.train.places import claim
 from isotron.train.state import GroupRanks, TrainState, find_checkpoint, load_state
 
 
@@ -84,11 +85,11 @@ def _prepare(
     loaded = resume(state, say)
     state.segments = extended(state.segments, needed_samples(state))
     saves = Path(config.checkpoint.save or directory)
+    claim(state.ranks, {"--run-dir": directory, "--save": saves}, stack)
     check_space(state, saves)
     eod = None if tokenizer is None else tokenizer.eod
     train_data, valid_data = datasets(state, eod, say)
     if world.rank == 0:
-        directory.mkdir(parents=True, exist_ok=True)
         (directory / "config.toml").write_text(to_toml(config), encoding="utf-8")
     scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
     files = {**tokenizer_files(tokenizer, scratch), **origin_files(loaded, scratch)}

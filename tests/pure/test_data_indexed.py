@@ -9,6 +9,9 @@ import numpy as np
 import pytest
 
 from isotron.core.errors import Refused
+from isotron.data import indexed
+from isotron.data.build import build_segments
+from isotron.data.config import DataConfig
 from isotron.data.indexed import IndexedDataset, bin_path, dtype_for, idx_path
 from isotron.data.indexed_writer import IndexedWriter, merge, pointers
 from isotron.data.info import read_info, write_info
@@ -149,13 +152,19 @@ def test_missing_short_and_empty_files_are_refused(tmp_path: Path) -> None:
         (70 + 8, struct.pack("<q", 5), "document 1 ends before"),
     ],
 )
-def test_check_reads_the_whole_index(start: int, replacement: bytes, said: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("block", [1, 2, 100])
+def test_training_on_a_damaged_index_is_refused(
+    start: int, replacement: bytes, said: str, block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(indexed, "CHECK_BLOCK", block)
     prefix = write(tmp_path / "a", [[1], [2], [3]])
     raw = bytearray(idx_path(prefix).read_bytes())
     raw[start : start + len(replacement)] = replacement
     idx_path(prefix).write_bytes(raw)
     with pytest.raises(Refused, match=said):
         IndexedDataset(prefix).check()
+    with pytest.raises(Refused, match=said):
+        build_segments(DataConfig(data_path=(str(prefix),), seq_length=1, split="1"), 1, [2], 0, print)
 
 
 def test_merge_equals_writing_everything_at_once(tmp_path: Path) -> None:

@@ -1,0 +1,68 @@
+"""The directories that a run writes to: made, tried out and claimed before the first step.
+
+A directory that cannot be written to would be found out by the first save, after hours of training. Two runs that write
+into the same one would remove each other's unfinished saves.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import tempfile
+import time
+from contextlib import ExitStack
+from errno import EACCES, EAGAIN
+from pathlib import Path
+
+from isotron.core.checkpoint.ranks import Ranks, together
+from isotron.core.errors import refuse
+
+SECONDS_TO_END = 10.0  # a run that was just killed may still be ending when the same command starts again
+
+
+def claim(ranks: Ranks, places: dict[str, Path], stack: ExitStack) -> None:
+    """Make each directory (option -> path) and keep others out until `stack` is closed; every rank calls it.
+
+    Refused on all ranks: a directory that cannot be made or written to, or in which another run is writing.
+    """
+
+    def on_first() -> None:
+        claimed: set[Path] = set()
+        for option, path in places.items() if ranks.rank == 0 else ():
+            _try_out(option, path)
+            if path.resolve() not in claimed:
+                _lock(option, path, stack)
+                claimed.add(path.resolve())
+
+    together(ranks, f"write to {', '.join(map(str, places.values()))}", on_first)
+
+
+def _try_out(option: str, path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path) as probe:
+            probe.write(b"0" * 4096)
+            probe.flush()
+    except OSError as error:
+        case = f"nothing can be written there: {error.strerror or error}"
+        raise refuse(f"{option} {path}", case, f"{option} with a directory that this user can write to") from error
+
+
+def _lock(option: str, path: Path, stack: ExitStack) -> None:
+    """Lock the directory itself: the system lets go of it when the process ends, however it ends."""
+    handle = os.open(path, os.O_RDONLY)
+    stack.callback(os.close, handle)
+    deadline = time.monotonic() + SECONDS_TO_END
+    while not _locked(handle):
+        if time.monotonic() > deadline:
+            case = "another run is writing there at this moment"
+            raise refuse(f"{option} {path}", case, f"{option} {path}-2, or wait for the other run to end")
+        time.sleep(0.2)
+
+
+def _locked(handle: int) -> bool:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno not in (EAGAIN, EACCES)  # a file system without locks: two runs at once go unnoticed
+    return True

@@ -1,0 +1,89 @@
+"""Where a run may write: found out before the first step, whatever stands in the way; files that fail mid-way."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shlex
+import subprocess
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from isotron.cli import main
+from isotron.core.checkpoint.ranks import SingleRank
+from isotron.core.errors import Refused, refuse_file
+from isotron.supervise import run_local
+from isotron.train import places
+from isotron.train.places import claim
+
+TINY = shlex.split(
+    "train --num-layers 1 --hidden-size 8 --num-attention-heads 2 --ffn-hidden-size 8 --seq-length 8 --vocab-size 20 "
+    "--train-iters 2 --eval-iters 0 --device cpu --mock-data --no-tensorboard"
+)
+
+
+@pytest.mark.parametrize("option", ["--run-dir", "--save"])
+@pytest.mark.parametrize("kind", ["a file", "below a file", "a link to nothing", "not for us"])
+def test_a_place_that_cannot_be_written_to_is_refused_before_the_first_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str, kind: str
+) -> None:
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "link").symlink_to(tmp_path / "file" / "gone")
+    paths = {
+        "a file": tmp_path / "file",
+        "below a file": tmp_path / "file" / "sub",
+        "a link to nothing": tmp_path / "link",
+        "not for us": Path("/proc/isotron"),
+    }
+    other = ["--run-dir", str(tmp_path / "fine")] if option == "--save" else []
+    assert main([*TINY, *other, option, str(paths[kind])]) == 2
+    said = capsys.readouterr()
+    assert f"asked:  {option} {paths[kind]}" in said.err
+    assert "iteration" not in said.out
+    assert (tmp_path / "file").read_text() == "x"
+
+
+def test_two_runs_do_not_write_to_one_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(places, "SECONDS_TO_END", 0.3)
+    both = {"--run-dir": tmp_path / "run", "--save": tmp_path / "run"}
+    with ExitStack() as first:
+        claim(SingleRank(), both, first)
+        with ExitStack() as second, pytest.raises(Refused, match="another run is writing there"):
+            claim(SingleRank(), {"--save": tmp_path / "run"}, second)
+    with ExitStack() as third:
+        claim(SingleRank(), both, third)
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_a_run_that_is_just_ending_is_waited_for(tmp_path: Path) -> None:
+    code = (
+        "import sys, time; from contextlib import ExitStack; from pathlib import Path\n"
+        "from isotron.core.checkpoint.ranks import SingleRank; from isotron.train.places import claim\n"
+        "with ExitStack() as s: claim(SingleRank(), {'--save': Path(sys.argv[1])}, s); print(flush=True); time.sleep(1)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        with ExitStack() as stack:
+            claim(SingleRank(), {"--save": tmp_path}, stack)
+
+
+def test_more_processes_than_the_machine_can_hold_are_refused() -> None:
+    with pytest.raises(Refused, match="at most"):
+        run_local("isotron.train.main:main", 10_000_000)
+
+
+def test_what_the_system_says_about_a_file_is_three_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file.jsonl").write_text('{"text": "1 2 3"}\n')
+    words = shlex.split("preprocess --tokenizer-type NullTokenizer --vocab-size 10 --output-prefix")
+    assert main([*words, f"{tmp_path}/file.jsonl/out", "--input", f"{tmp_path}/file.jsonl"]) == 1
+    assert "asked:  the file " in capsys.readouterr().err
+
+
+def test_full_disks_are_about_files_and_lost_peers_are_not() -> None:
+    full = refuse_file(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+    assert full is not None and "No space left" in str(full)
+    assert refuse_file(ConnectionResetError(errno.ECONNRESET, "Connection reset by peer")) is None
