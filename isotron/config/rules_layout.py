@@ -5,6 +5,7 @@ from __future__ import annotations
 from isotron.config.rules import Facts, Rule, asked, nearest_divisor
 from isotron.config.schema import RunConfig
 from isotron.core.errors import Problem, Refused
+from isotron.core.parallel.pipeline import registry
 from isotron.core.parallel.plan import split_layers
 from isotron.core.parallel.split import model_costs
 
@@ -144,7 +145,7 @@ def _ends(c: RunConfig, f: Facts) -> Problem:
 
 def _empty_stage(c: RunConfig, f: Facts) -> Problem:
     layers, stages = c.model.num_layers, c.layout.stages
-    pp = min(layers, c.layout.pp)
+    pp = max(1, min(layers // registry.stages_per_rank(c.layout.schedule, c.layout.pp, 1), c.layout.pp))
     case = f"{layers} layers over {stages} stages (pp x vpp) as {_counts(c)} leave a stage without a layer"
     fix = (
         f"--pp {pp} --vpp 1 --first-stage-layers 0 --last-stage-layers 0, or ask for empty stages by --layers-per-stage"

@@ -124,7 +124,7 @@ def together(everyone: Sequence[dict[str, Any]], table: Schedule, number: int) -
     ]
     took = max((e.end for e in measured if e.lane == COMPUTE), default=0.0) - began
     facts = {"step": number, "schedule": table.name, "predicted_s": report.makespan, "measured_s": took}
-    facts |= {"predicted_bubble": max(report.bubble), "measured_bubble": measured_bubble(measured)}
+    facts |= {"predicted_bubble": min(report.bubble), "measured_bubble": measured_bubble(measured)}
     return trace_file([*shown, *measured], 1e6, facts)
 
 

@@ -75,6 +75,7 @@ BOTH_SIDES: dict[str, tuple[str, str, dict]] = {
     "loss scale of float16": ("--loss-scale 8", "--loss-scale 8 --dtype float16", {}),
     "loss scale floor": ("--min-loss-scale 8 --initial-loss-scale 4", "--min-loss-scale 4 --initial-loss-scale 4", {}),
     "save is a directory": ("--save t.json", "--save elsewhere", {}),
+    "fine-tuning needs weights": ("--finetune", "--finetune --load a", {}),
     "fine-tuning goes elsewhere": ("--finetune --load a --save a", "--finetune --load a --save b", {}),
     "W&B project": ("--wandb-exp-name a", "--wandb-exp-name a --wandb-project b", {}),
 }  # fmt: skip
@@ -205,3 +206,9 @@ def test_sequence_parallel_without_tensor_parallel_is_off():
 
 def test_the_defaults_lack_only_what_nobody_can_guess():
     assert {p.asked.split()[0] for p in check(RunConfig())} == {"--train-iters", "--vocab-size", "--data-path"}
+
+
+def test_a_v_with_too_few_layers_says_how_many_ranks_work():
+    _, (problem,) = names_broken("--pp 4 --schedule v-min", {})
+    assert problem.fix.startswith("--pp 2 --vpp 1")
+    assert names_broken("--pp 2 --schedule v-min", {}) == (set(), [])
