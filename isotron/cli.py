@@ -46,6 +46,12 @@ VERBS: dict[str, Verb] = {
         "isotron.commands.train:run",
         "isotron.commands.train:help_text",
     ),
+    "finetune": Verb(
+        "train on from the weights of a model, ours or Hugging Face's",
+        "isotron finetune --load my_model --data-path texts/ --tp 2 --save runs/tuned",
+        "isotron.commands.finetune:run",
+        "isotron.commands.finetune:help_text",
+    ),
     "generate": Verb(
         "continue prompts with a trained model",
         'isotron generate --load runs/first --prompt "Once upon a time" --max-new-tokens 50 --temperature 0',
@@ -79,7 +85,6 @@ VERBS: dict[str, Verb] = {
 }
 
 NOT_BUILT: dict[str, str] = {
-    "finetune": "isotron train --load DIR --data-path DATA continues pre-training from a checkpoint",
     "serve": "isotron generate --load DIR --prompt TEXT",
     "evaluate": "isotron train with --valid-data-path reports the loss on held-out data",
     "plan": "isotron verify with the layout in question",

@@ -193,6 +193,11 @@ def _save_is_file(c: RunConfig, f: Facts) -> Problem:
     )
 
 
+def _finetune_source(c: RunConfig, f: Facts) -> Problem:
+    case = "it takes the weights of a model, and none is named"
+    return Problem(asked(c, "finetune", "load"), case, "--load runs/first")
+
+
 def _finetune_place(c: RunConfig, f: Facts) -> Problem:
     case = "the new run begins at step 0 and would write over the one that it begins with"
     return Problem(asked(c, "finetune", "load", "save"), case, f"--save {c.checkpoint.save}-finetuned")
@@ -242,6 +247,8 @@ RUN_RULES: tuple[Rule, ...] = (
          lambda c, f: c.optim.min_loss_scale > c.optim.initial_loss_scale, _loss_scale_floor),
     Rule("save is a directory", ("save",),
          lambda c, f: bool(c.checkpoint.save) and f.is_file(c.checkpoint.save), _save_is_file),
+    Rule("fine-tuning needs weights", ("finetune", "load"),
+         lambda c, f: c.checkpoint.finetune and not c.checkpoint.load, _finetune_source),
     Rule("fine-tuning goes elsewhere", ("finetune", "load", "save"),
          lambda c, f: c.checkpoint.finetune and bool(c.checkpoint.load) and c.checkpoint.load == c.checkpoint.save,
          _finetune_place),

@@ -28,7 +28,7 @@ def planned(
     cfg: Any,
     spelling: Spelling,
     dtype: torch.dtype | None = None,
-    done: Callable[[], None] = bool,
+    done: Callable[[], None] | None = None,
 ) -> list[Planned]:
     """Every tensor of theirs, to be filled from `source` (our names). `dtype` casts; `done()` follows each tensor."""
     found = []
@@ -47,11 +47,12 @@ def _maker(
     name: str,
     shape: tuple[int, ...],
     dtype: torch.dtype,
-    done: Callable[[], None],
+    done: Callable[[], None] | None,
 ) -> Callable[[], Tensor]:
     def make() -> Tensor:
         out = gather(source, mapped, name, shape, dtype)
-        done()
+        if done is not None:
+            done()
         return out.t().contiguous() if mapped.transposed else out
 
     return make

@@ -188,13 +188,13 @@ def read_region(file: int, stored: Stored, region: Box, out: Tensor) -> None:
         return
     rows = max(1, BUFFER // max(1, width * size))
     buffer = bytearray(min(rows, count) * width * size)
-    columns = tuple(slice(o, o + n) for o, n in zip(region.offset[1:], region.shape[1:], strict=True))
+    every = (slice(None), *(slice(o, o + n) for o, n in zip(region.offset[1:], region.shape[1:], strict=True)))
     for start in range(0, count, rows):
         n = min(rows, count - start)
         part = memoryview(buffer)[: n * width * size]
         _fill(file, part, stored.start + (first + start) * width * size)
         values = torch.frombuffer(buffer, dtype=dtype, count=n * width).view(n, *stored.shape[1:])
-        out[start : start + n].copy_(values[(slice(None), *columns)])
+        out[start : start + n].copy_(values[every])
 
 
 def _fill(file: int, buffer: memoryview, offset: int) -> None:

@@ -1,4 +1,4 @@
-"""Convert checkpoints between formats: the same as `isotron convert`, which says what to use until it is built."""
+"""Convert checkpoints between formats: the same as `isotron convert`."""
 
 from __future__ import annotations
 

@@ -96,7 +96,10 @@ class Attention(nn.Module):
         on_qkv, on_out = bias if isinstance(bias, tuple) else (bias, bias)
         self.qkv = Linear(hidden, (heads + 2 * kv_heads) * head_size, on_qkv)
         self.out = Linear(heads * head_size, hidden, on_out)
-        self.q_norm, self.k_norm = qk_norms or (None, None)
+        self.q_norm: nn.Module | None = None
+        self.k_norm: nn.Module | None = None
+        if qk_norms is not None:
+            self.q_norm, self.k_norm = qk_norms
         self.core = Causal(dropout, window)
         self.head_size = head_size
 
