@@ -19,9 +19,9 @@ from isotron.core.layout import Box
 from isotron.core.mesh import AXES, Mesh
 from isotron.core.parallel.data import View
 from isotron.core.parallel.pipeline.runtime import Runtime
-from isotron.core.parallel.pipeline.stage import Stage, build_stage
 from isotron.core.parallel.plan import Layout, split_layers
 from isotron.core.parallel.split import model_costs
+from isotron.core.parallel.stage import Stage, build_stage
 
 Saved = tuple[str, tuple[int, ...], list[tuple[Box, Tensor]]]
 

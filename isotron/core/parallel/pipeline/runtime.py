@@ -25,11 +25,53 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from isotron.core import comm
 from isotron.core.batch import Batch
 from isotron.core.mesh import Group
+from isotron.core.nn.linear import GradSink
 from isotron.core.parallel.pipeline.actions import Action, Kind, Schedule
-from isotron.core.parallel.pipeline.stage import Stage
 
 Key = tuple[int, int]
 KEPT_SENDS = 4  # sends not known to be over; each holds its tensor in memory
+
+
+Boundary = dict[str, Tensor]
+
+
+class Buffers(Protocol):
+    """Where a stage's weight gradients go."""
+
+    @property
+    def sinks(self) -> Mapping[str, GradSink]:
+        """By parameter name."""
+        ...
+
+    def watch(self) -> None:
+        """The stage's last backward is about to run."""
+        ...
+
+    def start_reduce(self) -> None:
+        """The stage's last gradient is there."""
+        ...
+
+
+class Stage(Protocol):
+    """What the runtime needs of a stage."""
+
+    @property
+    def module(self) -> Callable[[Batch, Boundary, float], tuple[Boundary, dict[str, tuple[Tensor, float]]]]:
+        """(batch, boundary, weight) -> the next boundary and the terms of the loss."""
+        ...
+
+    @property
+    def flat(self) -> Buffers:
+        """Its gradients."""
+        ...
+
+    def boundary_shapes(self, batch_shape: tuple[int, int]) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Name -> (shape, dtype) of the tensors between two stages, for a batch of (B, S)."""
+        ...
+
+    def recompute(self, wanted: bool) -> None:
+        """Under full recompute: whether the next forward keeps only the inputs of its units."""
+        ...
 
 
 class Observer(Protocol):
