@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from isotron.core.checkpoint import disk, files, publish, save
-from isotron.core.checkpoint.format import DTYPES
+from isotron.core.checkpoint.format import DTYPES as FORMAT_DTYPES
 from isotron.core.checkpoint.load import Loaded, Source, Wanted, load_tensors
 from isotron.core.checkpoint.locate import find, verify_files
 from isotron.core.checkpoint.ranks import SingleRank
@@ -26,6 +26,7 @@ from isotron.core.checkpoint.save import Saved, save_checkpoint
 from isotron.core.errors import Refused
 from isotron.core.layout import Box, whole
 
+DTYPES = {name for name in FORMAT_DTYPES if hasattr(torch, name)}  # an older torch lacks the youngest types
 Pieces = list[tuple[Box, torch.Tensor]]
 
 

@@ -54,7 +54,12 @@ def test_pairs(ranks: Callable[..., list[Any]], choice: Choice) -> None:
     check(ranks, choice)
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "rest" in metafunc.fixturenames:  # thousands of cases, made only when they are to run
+        slow = metafunc.config.getoption("--slow")
+        metafunc.parametrize("rest", sorted(REST, key=world_of) if slow else [], ids=name_of if slow else None)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("choice", sorted(REST, key=world_of), ids=name_of)
-def test_full_product(ranks: Callable[..., list[Any]], choice: Choice) -> None:
-    check(ranks, choice)
+def test_full_product(ranks: Callable[..., list[Any]], rest: Choice) -> None:
+    check(ranks, rest)
