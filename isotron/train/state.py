@@ -18,7 +18,7 @@ from isotron.core.checkpoint.locate import find, verify_files
 from isotron.core.checkpoint.ranks import together
 from isotron.core.checkpoint.save import Saved, save_checkpoint
 from isotron.core.checkpoint.weights import load_weights
-from isotron.core.errors import refuse
+from isotron.core.errors import Refused, refuse
 from isotron.core.mesh import AXES, Group
 from isotron.core.optim.adamw import AdamW
 from isotron.core.optim.schedules import ScheduleConfig
@@ -129,13 +129,8 @@ def load_state(state: TrainState, step_dir: Path) -> None:
         source = Source(step_dir)
         load_weights(state.model, source)
         _load_optimizer(state, source)
-        meta = source.manifest.meta
         state.step = source.manifest.step
-        state.optimizer.updates = int(meta["updates"])
-        state.consumed_samples, state.skipped = int(meta["consumed_samples"]), int(meta["skipped"])
-        state.segments = [int(n) for n in meta["segments"]]
-        if state.scaler.dynamic and meta["scaler"]["dynamic"]:
-            state.scaler = LossScaler(**meta["scaler"])
+        _load_counters(state, source.manifest.meta, step_dir)
         source.close()
 
     together(state.ranks, f"resume from {step_dir}", read)
@@ -147,6 +142,32 @@ def load_state(state: TrainState, step_dir: Path) -> None:
             "load another step; this one is damaged or this is a fault of the program",
             exit_code=1,
         )
+
+
+def _load_counters(state: TrainState, meta: dict[str, Any], step_dir: Path) -> None:
+    """Position and counts; refused where they cannot be what a run has saved."""
+    try:
+        updates, consumed, skipped = (int(meta[name]) for name in ("updates", "consumed_samples", "skipped"))
+        segments = [int(n) for n in meta["segments"]]
+        scaler = LossScaler(**meta["scaler"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise _no_counters(step_dir, f"they cannot be read: {type(error).__name__} {error}") from error
+    if min(updates, consumed, skipped) < 0 or any(n < 1 for n in segments) or consumed > sum(segments):
+        found = f"updates {updates}, consumed_samples {consumed}, skipped {skipped}, segments {segments}"
+        raise _no_counters(step_dir, f"{found}: none is negative, and segments hold the consumed samples")
+    state.optimizer.updates, state.consumed_samples, state.skipped, state.segments = (
+        updates,
+        consumed,
+        skipped,
+        segments,
+    )
+    if state.scaler.dynamic and scaler.dynamic:
+        state.scaler = scaler
+
+
+def _no_counters(step_dir: Path, case: str) -> Refused:
+    fix = "load another step of the run, or convert this one's weights and begin a new run with them"
+    return refuse(f"resume from {step_dir}", f"the counters under meta in manifest.json: {case}", fix)
 
 
 def _load_optimizer(state: TrainState, source: Source) -> None:

@@ -74,7 +74,7 @@ def together(
         problems = [[p.asked, p.case, p.fix] for p in refusal.problems]
     except Exception as error:  # whatever it is, the other ranks must hear of it
         cause = error
-        fix = "remove the cause and save again; complete checkpoints stay as they were"
+        fix = "remove the cause and try again; complete checkpoints stay as they were"
         problems = [[asked, f"{type(error).__name__}: {error}", fix]]
     gathered = ranks.gather_json([shared, problems, code])
     reports = ranks.broadcast_json(None if gathered is None else [report for _, *report in gathered])
