@@ -64,6 +64,12 @@ VERBS: dict[str, Verb] = {
         "isotron.commands.convert:run",
         "isotron.commands.convert:help_text",
     ),
+    "compare": Verb(
+        "two models on the same tokens: the first layer that differs, and by how much",
+        "isotron compare my_model transformers",
+        "isotron.commands.compare:run",
+        "isotron.commands.compare:help_text",
+    ),
     "verify": Verb(
         "your config, scaled down, in your layout against one process in float64",
         "isotron verify --config run.toml --tp 2 --pp 2",
@@ -89,7 +95,6 @@ NOT_BUILT: dict[str, str] = {
     "evaluate": "isotron train with --valid-data-path reports the loss on held-out data",
     "plan": "isotron verify with the layout in question",
     "inspect": "the file manifest.json of a checkpoint lists its tensors",
-    "compare": "the file metrics.jsonl of each run has every loss in full precision",
     "score": "isotron train with --valid-data-path reports the loss on held-out data",
     "tokenizer": "isotron preprocess with a tokenizer's own files",
     "retrieval": "isotron train --family gpt",

@@ -71,7 +71,9 @@ def answer(directory: Path, words: str) -> dict[str, Any]:
 
 def test_from_hugging_face_through_training_and_fine_tuning_back(workspace: Path) -> None:
     small = "--seq-length 16 --device cpu --eval-iters 0 --mock-data --global-batch-size 2"
-    train = f"python -m isotron train --load hf --tp 2 --pp 2 --train-iters 1 --lr 0 --save pretrain_checkpoints {small}"
+    train = (
+        f"python -m isotron train --load hf --tp 2 --pp 2 --train-iters 1 --lr 0 --save pretrain_checkpoints {small}"
+    )
     assert "begun with the weights of hf" in launch(workspace, train).stdout
     launch(workspace, "python -m isotron convert pretrain_checkpoints same --to hf --json")
     one, two = (transformers.AutoModelForCausalLM.from_pretrained(workspace / d) for d in ("hf", "same"))
@@ -91,8 +93,12 @@ def test_from_hugging_face_through_training_and_fine_tuning_back(workspace: Path
     assert [x["step"] for x in lines if "loss" in x] == [1, 2]
     launch(workspace, "python -m isotron convert tuned tuned_hf --to hf")
     assert json.loads((workspace / "tuned_hf" / "tokenizer_config.json").read_text())["chat_template"]
-    megatron = "python tools/checkpoint/convert.py --model-type GPT --loader llama_mistral --saver isotron --load-dir ./hf "
-    launch(workspace, megatron + "--save-dir ./converted --target-tensor-parallel-size 2 --target-pipeline-parallel-size 2")
+    megatron = (
+        "python tools/checkpoint/convert.py --model-type GPT --loader llama_mistral --saver isotron --load-dir ./hf "
+    )
+    launch(
+        workspace, megatron + "--save-dir ./converted --target-tensor-parallel-size 2 --target-pipeline-parallel-size 2"
+    )
     begun = launch(workspace, train.replace("--load hf", "--load converted").replace("pretrain_checkpoints", "again"))
     assert "begun with the weights of converted" in begun.stdout
     assert answer(workspace, "--prompt green --load converted --tp 2")["tokens"] == tokens[0]["tokens"]
@@ -101,7 +107,9 @@ def test_from_hugging_face_through_training_and_fine_tuning_back(workspace: Path
 def test_what_fine_tuning_fills_in(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(workspace)
     said: list[str] = []
-    words = completed(["--load", "hf", "--data-path", "finetune_data", "--seq-length", "32", "--device", "cpu"], said.append)
+    words = completed(
+        ["--load", "hf", "--data-path", "finetune_data", "--seq-length", "32", "--device", "cpu"], said.append
+    )
     assert words[:3] == ["--finetune", "--lr", "2e-5"] and int(words[-1]) > 10 and "one pass over" in said[-1]
     prefix = words[words.index("--data-path", 6) + 1]
     assert Path(prefix + ".idx").is_file()
@@ -109,7 +117,10 @@ def test_what_fine_tuning_fills_in(workspace: Path, monkeypatch: pytest.MonkeyPa
     for line, part in (
         (["--data-path", "x"], "--load not given"),
         (["--load", "hf", "--data-path", "hf"], "neither .bin/.idx pairs nor JSON lines"),
-        (["--load", "hf", "--data-path", "0.5", "finetune_data", "0.5", "finetune_data"], "a weight belongs to a prefix"),
+        (
+            ["--load", "hf", "--data-path", "0.5", "finetune_data", "0.5", "finetune_data"],
+            "a weight belongs to a prefix",
+        ),
     ):
         if part.startswith("neither"):
             (workspace / "empty").mkdir()
