@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -69,3 +70,21 @@ def test_four_pipeline_ranks(ranks: Ranks, schedule: str) -> None:
     case = Case(MODELS["llama-tied"], layout, 16, 1, 1, steps=2, batch_multiples=(9, 2))
     found: Measured = ranks(4, measure, case, timeout=120)[0]
     assert not faults(found, reference_of(case)) and found.differing == []
+
+
+def test_a_table_of_ones_own_with_a_late_weight_gradient(ranks: Ranks, tmp_path: Path) -> None:
+    """A bucket must not be reduced with a stage's last backward while an earlier weight gradient is still to come."""
+    file = tmp_path / "mine.csv"
+    file.write_text("F0.0,F0.1,B0.0,B0.1,W0.0\nF1.0,B1.0,F1.1,B1.1,W1.0\n", encoding="utf-8")
+    layout = Layout(dp=2, pp=2, schedule=str(file), make_vocab_size_divisible_by=8, ddp_bucket_size=1500)
+    case = Case(MODELS["gpt"], layout, 16, 1, 4, steps=3)
+    found: Measured = ranks(4, measure, case, timeout=120)[0]
+    assert not faults(found, reference_of(case)) and found.differing == []
+
+
+@pytest.mark.parametrize("split", [{"layer_split": "balanced"}, {"pipeline_layout": "E|ttt|t|tL"}])
+def test_blocks_dealt_by_cost_and_by_string(ranks: Ranks, split: dict[str, str]) -> None:
+    layout = Layout(dp=1, pp=2, vpp=2, make_vocab_size_divisible_by=8, **split)  # type: ignore[arg-type]
+    case = Case(MODELS["llama"], layout, 16, 1, 4, steps=2)
+    found: Measured = ranks(2, measure, case, timeout=120)[0]
+    assert not faults(found, reference_of(case))
