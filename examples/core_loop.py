@@ -53,7 +53,7 @@ def train(layout: Layout, steps: int, rank: int = 0) -> list[float]:
         counts_here = layout.shards_optimizer or mesh.coordinate["dp"] == 0
         norm = global_norm(optimizer.views, counts_here, mesh.group(*AXES))
         factor = clip_factor(norm, limit=1.0)
-        optimizer.step(learning_rate(schedule, step + 1), weight_decay(schedule, step + 1), factor)
+        optimizer.step(learning_rate(schedule, step), weight_decay(schedule, step), factor)
         model.gather_weights()
         losses.append(model.sum_terms(terms, ["loss"])[0] / tokens)
         if rank == 0:

@@ -1,7 +1,7 @@
 """One training step, top to bottom: count -> table -> one norm -> clip -> optimizer -> schedules.
 
-Nothing is divided after the backward: the number of unmasked tokens of the whole step is counted first, from data alone,
-and every token's loss enters the backward with its final weight.
+Nothing is divided after the backward: the number of unmasked tokens of the whole step is counted first, from data
+alone, and every token's loss enters the backward with its final weight.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ def train_step(
     norm = global_norm(optimizer.views, counts_here, model.mesh.group(*AXES), scaler.scale, model.device)
     factor = clip_factor(norm, optimizer.cfg.clip_grad) / scaler.scale
     overflow = not (math.isfinite(norm) and math.isfinite(loss))
-    lr = learning_rate(schedule, optimizer.updates + 1)
+    lr = learning_rate(schedule, optimizer.updates)
     if not overflow:
-        optimizer.step(lr, weight_decay(schedule, optimizer.updates + 1), factor)
+        optimizer.step(lr, weight_decay(schedule, optimizer.updates), factor)
         model.gather_weights()
     scaler.update(overflow)
     return StepResult(loss, norm, lr, int(tokens), overflow)

@@ -11,7 +11,7 @@ from torch import Tensor
 from isotron.core.layout import Placed, Rule, shard, whole
 from isotron.core.mesh import ALONE
 from isotron.core.optim.adamw import AdamW
-from isotron.core.optim.clip import clip_factor, global_norm
+from isotron.core.optim.clip import clip_factor, global_norm, sum_of_squares
 from isotron.core.optim.config import OptimConfig
 from isotron.core.parallel.data import View
 
@@ -98,3 +98,10 @@ def test_the_norm_counts_what_is_owned_once() -> None:
 def test_clipping() -> None:
     assert clip_factor(0.5, 1.0) == 1.0 and clip_factor(100.0, 0.0) == 1.0
     assert math.isclose(clip_factor(4.0, 1.0), 1 / (4 + 1e-6))
+
+
+@pytest.mark.parametrize("size", [1, 511, 512, 3_000_001])
+def test_the_norm_of_many_numbers_is_exact(size: int) -> None:
+    x = torch.randn(size, generator=torch.Generator().manual_seed(size))
+    assert float(sum_of_squares(x)) == pytest.approx(float(x.double().square().sum()), rel=2e-7)
+    assert float(sum_of_squares(x.view(1, size).t())) == pytest.approx(float(x.double().square().sum()), rel=2e-7)

@@ -1,7 +1,8 @@
 """Learning rate and weight decay as pure functions of the step. PURE.
 
-`step` counts applied updates from 1, so the value used at step t is `learning_rate(t)`: warm-up reaches `lr` exactly at
-step `lr_warmup_iters`. Shapes follow Megatron's scheduler (linear, cosine, inverse-square-root, WSD and its decays).
+`step` counts the updates applied before, as in Megatron: the first step uses `learning_rate(cfg, 0)`, which under
+warm-up is `lr_warmup_init`, and the first step after `lr_warmup_iters` updates uses `lr`. Shapes follow Megatron's
+scheduler (linear, cosine, inverse-square-root, WSD and its decays).
 """
 
 from __future__ import annotations
@@ -38,16 +39,16 @@ class ScheduleConfig:
 
 
 def learning_rate(cfg: ScheduleConfig, step: int) -> float:
-    """Learning rate of update `step` >= 1. `lr_decay_iters` must be known."""
+    """Learning rate after `step` >= 0 updates. `lr_decay_iters` must be known."""
     warmup = cfg.lr_warmup_iters or round(cfg.lr_warmup_fraction * cfg.lr_decay_iters)
-    if step <= warmup:
+    if warmup and step <= warmup:
         return cfg.lr_warmup_init + (cfg.lr - cfg.lr_warmup_init) * step / warmup
     if cfg.lr_decay_style == "constant":
         return cfg.lr
     if step > cfg.lr_decay_iters:
         return cfg.min_lr
     if cfg.lr_decay_style == "inverse-square-root":
-        return max(cfg.min_lr, cfg.lr * math.sqrt(max(warmup, 1) / step))
+        return max(cfg.min_lr, cfg.lr * math.sqrt(max(warmup, 1) / max(step, 1)))
     done = (step - warmup) / max(1, cfg.lr_decay_iters - warmup)
     return cfg.min_lr + (cfg.lr - cfg.min_lr) * _left(cfg, step, done)
 
@@ -74,7 +75,7 @@ def _left(cfg: ScheduleConfig, step: int, done: float) -> float:
 
 
 def weight_decay(cfg: ScheduleConfig, step: int) -> float:
-    """Weight decay of update `step` >= 1; ramps over lr_decay_iters."""
+    """Weight decay after `step` >= 0 updates; ramps over lr_decay_iters."""
     start = cfg.weight_decay if cfg.start_weight_decay < 0 else cfg.start_weight_decay
     end = cfg.weight_decay if cfg.end_weight_decay < 0 else cfg.end_weight_decay
     done = min(1.0, step / max(1, cfg.lr_decay_iters))
