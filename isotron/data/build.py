@@ -29,10 +29,10 @@ from isotron.data.index_cache import IndexCache
 from isotron.data.indexed import IndexedDataset
 from isotron.data.info import read_info
 from isotron.data.mock import MockDataset
+from isotron.data.parts import NAMES, check_part
 
 Log = Callable[[str], None]
 CACHE = "isotron_index_cache"
-NAMES = ("training", "validation", "test")
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,7 @@ class _Request:
     vocab_size: int
     eod: int | None
     log: Log
+    label: str = ""
     opened: dict[str, IndexedDataset] = field(default_factory=dict)
 
     def open(self, prefix: str) -> IndexedDataset:
@@ -68,15 +69,16 @@ def build_datasets(
     *,
     vocab_size: int = 0,
     eod: int | None = None,
+    label: str = "",
 ) -> tuple[Dataset | None, Dataset | None]:
     """(training, validation), each with at least the `num_samples` asked for it; None where 0 are asked for.
 
     Validation is also None when its part of the split is 0. vocab_size and eod of the tokenizer, where they are known,
-    are checked against the data.
+    are checked against the data. `label` follows the name of the training data in the log.
     """
     if not 0 <= seed < 2**32:
         raise refuse(f"--seed {seed}", "the data order needs a seed of 0..4294967295", "--seed 1234")
-    request = _Request(config, seed, vocab_size, eod, log)
+    request = _Request(config, seed, vocab_size, eod, log, label)
     if config.mock_data:
         return _mock(request, num_samples)
     return _build(request, 0, num_samples[0]), _build(request, 1, num_samples[1])
@@ -91,22 +93,42 @@ def build_segments(
     *,
     vocab_size: int = 0,
     eod: int | None = None,
+    consumed: int = 0,
 ) -> tuple[Dataset, Dataset | None]:
     """(training, validation) of a run that may have been made longer, as `build_datasets` gives them.
 
     segments: the sample counts that the order was built for, oldest first. Each segment is what a run of that length
     has, with a seed of its own (seed, seed + 1, ...), so that making a run longer changes nothing of what it had.
+    consumed: samples that are done, for the log.
     """
     parts: list[tuple[int, Dataset]] = []
     held_out: Dataset | None = None
     for i, count in enumerate(segments):
-        wanted = count, 0 if i else num_valid
-        train, valid = build_datasets(config, (seed + i) % 2**32, wanted, log, vocab_size=vocab_size, eod=eod)
+        wanted, label = (count, 0 if i else num_valid), _label(segments, i, consumed)
+        own = (seed + i) % 2**32
+        train, valid = build_datasets(config, own, wanted, log, vocab_size=vocab_size, eod=eod, label=label)
         if train is None:
             raise ValueError(f"segments of {segments} samples: each has at least one")
         parts.append((count, train))
         held_out = held_out or valid
     return ChainedDataset(parts), held_out
+
+
+def _label(segments: Sequence[int], i: int, consumed: int) -> str:
+    """Which segment of a run that was made longer; nothing for a run of one segment."""
+    if len(segments) == 1:
+        return ""
+    done = sum(segments[: i + 1]) <= consumed
+    return f", segment {i + 1} of {len(segments)}{' (finished)' if done else ''}"
+
+
+def count_sources(config: DataConfig) -> list[list[int]]:
+    """[documents, tokens] of each prefix that training reads, in order; nothing for made-up data."""
+    if config.mock_data or not config.data_path:
+        return []
+    sources = read_sources(config.data_path, "--data-path", lambda _: None)
+    opened = [IndexedDataset(prefix) for prefix in sources.prefixes]
+    return [[len(data), int(np.sum(data.lengths, dtype=np.int64))] for data in opened]
 
 
 def _mock(request: _Request, counts: tuple[int, int]) -> tuple[Dataset | None, Dataset | None]:
@@ -140,7 +162,7 @@ def _build(request: _Request, part: int, count: int) -> Dataset | None:
         request.log(f"no validation: its part of --split {config.split} is 0")
         return None
     for prefix, documents in ranges.items():
-        _check_not_empty(request, prefix, documents, part)
+        check_part(config, request.open(prefix), documents, part)
     one = len(sources.prefixes) == 1 and (sources.weights is None or apart)
     datasets = _single if one else _by_size if sources.weights is None else _by_weight
     return datasets(request, sources, [ranges[prefix] for prefix in sources.prefixes], count, NAMES[part])
@@ -207,21 +229,13 @@ def _report(
 ) -> None:
     """Say what will be read from where: shares of samples, tokens, and how often each source is gone through."""
     length = request.config.seq_length
-    request.log(f"{name} data: {sum(drawn):,} samples of {length} tokens")
+    label = request.label if name == NAMES[0] else ""
+    request.log(f"{name} data{label}: {sum(drawn):,} samples of {length} tokens")
     for prefix, share, count, dataset in zip(prefixes, shares, drawn, datasets, strict=True):
         epochs = count * length / dataset.tokens_per_epoch
-        request.log(f"  {share:8.3%}  {count:,} samples, {count * length:,} tokens, {epochs:.3g} epochs of {prefix}")
-
-
-def _check_not_empty(request: _Request, prefix: str, documents: range, part: int) -> None:
-    if len(documents):
-        return
-    count = len(request.open(prefix))
-    raise refuse(
-        f"--split {request.config.split} with data {prefix}",
-        f"of its {count} documents none falls to {NAMES[part]}",
-        "--split 90,10,0 on more documents, --valid-data-path PREFIX, or --eval-iters 0",
-    )
+        request.log(
+            f"  share {share:8.3%}: {count:,} samples, {count * length:,} tokens, {epochs:.3g} epochs of {prefix}"
+        )
 
 
 def _check_note(prefix: str, request: _Request) -> None:

@@ -18,12 +18,13 @@ from isotron.tokenizers.base import Tokenizer
 
 @dataclass(frozen=True)
 class Bad:
-    """A record that cannot be used: where it is, and why."""
+    """A record that cannot be used: where it is, and why. `keys`: what it has instead of the key that it lacks."""
 
     path: str
     line: int
     offset: int
     why: str
+    keys: tuple[str, ...] = ()
 
     @property
     def where(self) -> str:
@@ -59,7 +60,7 @@ class Encoder:
                 rows.append(self._texts(record))
                 places.append(record)
             except _Unusable as error:
-                bad.append(Bad(batch.path, record.line, error.offset, error.why))
+                bad.append(Bad(batch.path, record.line, error.offset, error.why, error.keys))
         try:
             encoded = [self._encode(row[k] for row in rows) for k in range(len(self.keys))]
         except Refused:  # some text has no ids (null tokenizer): find it
@@ -94,7 +95,9 @@ class Encoder:
             raise _Unusable(f"a record is a JSON object, this is a {type(values).__name__}", record.offset)
         if key not in values:
             listed = ", ".join(map(repr, list(values)[:8])) or "none"
-            raise _Unusable(f"the record has no key {key!r}; its keys: {listed}", record.offset)
+            texts = {k: v for k, v in values.items() if isinstance(v, str)}
+            longest = sorted(texts, key=lambda k: -len(texts[k]))
+            raise _Unusable(f"the record has no key {key!r}; its keys: {listed}", record.offset, tuple(longest))
         value = values[key]
         if not isinstance(value, str):
             raise _Unusable(f"the value of {key!r} is a {type(value).__name__}, not a text", record.offset)
@@ -132,8 +135,8 @@ class Encoder:
 
 
 class _Unusable(Exception):
-    """Why a record cannot be used, and the byte offset to look at."""
+    """Why a record cannot be used, the byte offset to look at, and keys of it that hold text, the longest first."""
 
-    def __init__(self, why: str, offset: int) -> None:
+    def __init__(self, why: str, offset: int, keys: tuple[str, ...] = ()) -> None:
         super().__init__(why)
-        self.why, self.offset = why, offset
+        self.why, self.offset, self.keys = why, offset, keys

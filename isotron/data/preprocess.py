@@ -81,6 +81,7 @@ def preprocess(
     size = sum(path.stat().st_size for path in paths)
     encoder = Encoder(tokenizer, tuple(json_keys), append_eod)
     outputs = tuple(f"{output_prefix}_{key}_document" for key in json_keys)
+    replaced = [output for output in outputs if Path(f"{output}.idx").exists()]
     started = time.monotonic()
     empty = bad = 0
     with ExitStack() as stack:
@@ -89,13 +90,16 @@ def preprocess(
             stack.callback(writer.abort)  # after an error; after `close` there is nothing left to remove
         report = stack.enter_context(progress(size, log))
         for encoded in _encode_all(encoder, read_batches(paths), workers or _workers(size)):
-            _take_bad(encoded.bad, on_bad_line, bad, log)
+            usable = any(w.documents for w in writers) or any(len(lengths) for _, lengths in encoded.columns)
+            _take_bad(encoded.bad, on_bad_line, bad, log, usable)
             empty, bad = empty + encoded.empty, bad + len(encoded.bad)
             for writer, (ids, lengths) in zip(writers, encoded.columns, strict=True):
                 writer.add_documents(ids, lengths)
             report(encoded.position, sum(w.documents for w in writers), sum(w.tokens for w in writers))
         _check_filled(writers, paths, empty, bad)
         _close(writers, tokenizer, append_eod)
+    if replaced:
+        log(f"already there, replaced: {', '.join(f'{output}.bin/.idx' for output in replaced)}")
     documents, tokens = sum(w.documents for w in writers), sum(w.tokens for w in writers)
     return Summary(outputs, documents, tokens, empty, bad, time.monotonic() - started, writers[0].dtype.name)
 
@@ -159,10 +163,12 @@ def _encode(batch: RecordBatch) -> Encoded:
     return _HELD[0](batch)
 
 
-def _take_bad(bad: Sequence[Bad], on_bad_line: str, before: int, log: Log) -> None:
-    """Stop at the first bad record, or say what is skipped (the first few in full)."""
+def _take_bad(bad: Sequence[Bad], on_bad_line: str, before: int, log: Log, usable: bool) -> None:
+    """Stop at the first bad record, or say what is skipped (the first few in full). `usable`: some record was not."""
     for number, record in enumerate(bad, start=before):
         if on_bad_line == "error":
+            if record.keys and not usable:  # it is not this record that is wrong, it is the key
+                raise refuse(f"--input {record.where}", record.why, f"--json-keys {record.keys[0]}")
             fix = "correct this record, or --on-bad-line skip"
             raise refuse(f"--input {record.where}", record.why, fix, exit_code=1)
         if number < SHOWN:

@@ -62,7 +62,9 @@ def _check_file(path: Path) -> None:
     name = path.name[:-3] if path.name.endswith(".gz") else path.name
     if not name.endswith(ENDINGS):
         ends = ", ".join(ENDINGS)
-        fix = f"rename it to {path.stem}.jsonl if it holds one JSON object per line"
+        code = 'import json, sys; print(json.dumps({"text": sys.stdin.read()}))'
+        out = f"{path.name.split('.')[0]}.jsonl"
+        fix = f"python3 -c '{code}' < {path} > {out} for plain text; {out} as its name if it is JSON lines already"
         raise refuse(f"--input {path}", f"inputs end in {ends}, or one of them and .gz", fix)
     if path.stat().st_size == 0:
         raise refuse(f"--input {path}", f"the file is empty: {path.absolute()}", "--input with a complete file")

@@ -143,6 +143,23 @@ def test_every_kind_of_bad_record(line: str, why: str | None, tmp_path: Path) ->
     assert tokens(tmp_path / "out") == [[1], [7]]
 
 
+def test_records_with_another_key_name_it(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"id": "7", "n": 5, "content": "1 2"}\n' * 3)
+    with pytest.raises(Refused) as refused:
+        run(path, tmp_path / "out")
+    assert refused.value.problems[0].fix == "--json-keys content" and refused.value.exit_code == 2
+    assert run(path, tmp_path / "out", json_keys=("content",)).documents == 3
+
+
+def test_files_that_are_there_are_replaced_with_a_line(tmp_path: Path) -> None:
+    path, said = jsonl(tmp_path / "a.jsonl", ["1 2"]), []  # type: tuple[Path, list[str]]
+    run(path, tmp_path / "out", log=said.append)
+    assert not any("replaced" in line for line in said)
+    run(path, tmp_path / "out", log=said.append)
+    assert said[-1] == f"already there, replaced: {tmp_path / 'out'}_text_document.bin/.idx"
+
+
 def test_many_bad_lines_are_counted_not_listed(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text("{\n" * 20 + '{"text": "1"}\n')

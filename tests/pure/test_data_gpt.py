@@ -9,7 +9,7 @@ import pytest
 
 from isotron.core.errors import Refused
 from isotron.data.blend import blend_order, find_prefixes, normalized
-from isotron.data.build import build_datasets, build_segments
+from isotron.data.build import build_datasets, build_segments, count_sources
 from isotron.data.config import DataConfig
 from isotron.data.gpt_dataset import Dataset, GPTDataset, split_documents
 from isotron.data.gpt_index import Plan, build_indexes, plan_epochs
@@ -128,7 +128,7 @@ def test_blends_draw_from_every_source_and_wrap(tmp_path: Path) -> None:
     said: list[str] = []
     blended, _ = build_datasets(config("3", a, "1", b), 1, (400, 0), said.append)
     assert blended is not None and len(blended) == 400 and len(items(blended)) == 400
-    assert any(line.strip().startswith("75.000%  300 samples, 1,200 tokens, 33.3 epochs of") for line in said)
+    assert any(line.strip().startswith("share  75.000%: 300 samples, 1,200 tokens, 33.3 epochs of") for line in said)
     by_size = train(a, b, count=20)
     assert len(by_size) == 20
     assert len(train(a, b, count=1000)) >= 1000  # more than one epoch of both
@@ -255,9 +255,13 @@ def test_mock_data() -> None:
         (("nan", "PREFIX"), {}, "weights are finite"),
         (("1", "PREFIX", "PREFIX"), {}, "either every prefix has a weight"),
         (("1", "DIR", "1", "PREFIX"), {}, "the directory holds 2 datasets"),
-        (("PREFIX",), {"seq_length": 40}, "they hold 36 tokens, one sample takes 41"),
-        (("PREFIX",), {"split": "99,1,0"}, "of its 4 documents none falls to validation"),
-        (("PREFIX",), {"split": "1,99,0"}, "of its 4 documents none falls to training"),
+        (
+            ("PREFIX",),
+            {"seq_length": 40},
+            "the training part has 4 of its 4 documents, which hold 36 tokens; one sample takes 41",
+        ),
+        (("PREFIX",), {"split": "99,1,0"}, "the validation part has 0 of its 4 documents"),
+        (("PREFIX",), {"split": "1,99,0"}, "the training part has 0 of its 4 documents"),
         (("PREFIX",), {"split": "x"}, "--split x"),
     ],
 )
@@ -270,6 +274,41 @@ def test_refusals(paths: tuple[str, ...], options: dict[str, object], said: str,
     with pytest.raises(Refused) as refused:
         build_datasets(config(*given, **options), 1, (5, 5), quiet)
     assert said in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "options", "counts", "fix"),
+    [
+        ([9] * 10, {"split": "99,1,0"}, (5, 5), "--split 90,10,0, or --eval-iters 0, or more data"),
+        ([5, 4], {"split": "50,50,0"}, (0, 5), "--eval-iters 0, or more data"),
+        ([9] * 10, {"split": "1,99,0"}, (5, 0), "--split 100,0,0, or more data"),
+        ([9] * 4, {"seq_length": 40}, (5, 0), "--seq-length 35 --split 100,0,0, or more data"),
+    ],
+)
+def test_a_part_that_is_too_short_names_a_way_out_that_works(
+    lengths: list[int], options: dict[str, object], counts: tuple[int, int], fix: str, tmp_path: Path
+) -> None:
+    prefix = pair(tmp_path / "a", lengths)
+    with pytest.raises(Refused) as refused:
+        build_datasets(config(prefix, **options), 1, counts, quiet)
+    assert refused.value.problems[0].fix == fix
+    words = fix.split(", or ")[0].split()
+    given = {w[2:].replace("-", "_"): v for w, v in zip(words[::2], words[1::2], strict=True)}
+    if "eval_iters" not in given:
+        changed = {**options, **{k: int(v) if k == "seq_length" else v for k, v in given.items()}}
+        build_datasets(config(prefix, **changed), 1, counts, quiet)
+
+
+def test_the_log_names_segments_and_shares(tmp_path: Path) -> None:
+    prefix = pair(tmp_path / "a", [13] * 9)
+    said: list[str] = []
+    build_segments(config(prefix), 1, (3, 4), 0, said.append, consumed=3)
+    assert said[0] == "training data, segment 1 of 2 (finished): 3 samples of 4 tokens"
+    assert said[1].startswith("  share 100.000%: 3 samples") and said[2].startswith("training data, segment 2 of 2: 4")
+    said.clear()
+    build_segments(config(prefix), 1, (3,), 0, said.append)
+    assert said[0].startswith("training data: 3 samples")
+    assert count_sources(config(prefix)) == [[9, 117]] and count_sources(config(mock_data=True)) == []
 
 
 def test_seeds_ids_and_notes_are_checked(tmp_path: Path) -> None:

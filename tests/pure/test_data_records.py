@@ -96,6 +96,8 @@ def test_refused_inputs(tmp_path: Path) -> None:
         with pytest.raises(Refused) as refused:
             expand(given)
         assert said in str(refused.value)
+    with pytest.raises(Refused, match=r"json.dumps.*a.txt > a.jsonl for plain text"):
+        expand([str(tmp_path / "a.txt")])
     assert expand([tmp_path / "odd[1].jsonl"]) == [tmp_path / "odd[1].jsonl"]
 
 
