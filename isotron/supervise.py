@@ -82,13 +82,17 @@ def run_local(target: str, world: int, args: tuple[Any, ...] = ()) -> int:
     try:
         with _forwarding(ranks) as seen:
             for number in range(world):
-                ranks.append(_start(number, world, target, args, directory))
-            first = _watch(ranks)
+                if not seen:
+                    ranks.append(_start(number, world, target, args, directory))
+            early = seen[0] if seen else 0  # ranks that were not there yet have not heard of it, and none has begun
+            first = None if early else _watch(ranks)
     finally:
         for rank in ranks:
             processes.kill(rank.process)
             rank.pipe.close()
         shutil.rmtree(directory, ignore_errors=True)
+    if early:
+        return _ended_by(early)
     if first is not None:
         return _told_to_stop(first, seen) or _verdict(first, ranks)
     return EXIT_SIGNALLED if any(rank.code == EXIT_SIGNALLED for rank in ranks) else 0
@@ -191,11 +195,12 @@ def _stopped_well(rank: Rank) -> bool:
 def _told_to_stop(first: Rank, seen: list[int]) -> int:
     """128 + the signal, where a signal that was passed on ended a rank that had no handler (yet); else 0."""
     ended_by = -(first.code or 0)
-    if ended_by <= 0 or ended_by not in seen:
-        return 0
-    name = signal.Signals(ended_by).name
-    print(f"isotron: ended by {name}", file=sys.stderr, flush=True)
-    return 128 + ended_by
+    return _ended_by(ended_by) if ended_by > 0 and ended_by in seen else 0
+
+
+def _ended_by(signum: int) -> int:
+    print(f"isotron: ended by {signal.Signals(signum).name}", file=sys.stderr, flush=True)
+    return 128 + signum
 
 
 def _take_end(rank: Rank) -> None:

@@ -11,6 +11,7 @@ import time
 
 import pytest
 
+from isotron import supervise
 from isotron.core.errors import Refused, refuse
 from isotron.launch import World, from_environment, init_distributed, run_local, shutdown
 from isotron.supervise import threads_per_process
@@ -53,6 +54,10 @@ def killed_before_the_collective() -> None:
     if world.rank == 0:
         os.kill(os.getpid(), signal.SIGKILL)
     dist.all_reduce(torch.ones(1))
+
+
+def sleep_long() -> None:
+    time.sleep(100)
 
 
 def refuse_everywhere() -> None:
@@ -149,6 +154,23 @@ def test_sigterm_is_passed_on(tmp_path):
     command.send_signal(signal.SIGTERM)
     assert command.wait(timeout=30) == 0, command.stderr.read()
     assert all((tmp_path / f"saved{rank}").exists() for rank in range(2))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_signal_while_processes_start_is_not_lost(monkeypatch, capfd, number, at):
+    start = supervise._start
+
+    def signalled(rank: int, *rest: object) -> supervise.Rank:
+        if rank == at:  # it waits for the fork server, which loads torch: seconds in which people press Ctrl-C
+            signal.raise_signal(number)
+        return start(rank, *rest)
+
+    monkeypatch.setattr(supervise, "_start", signalled)
+    began = time.monotonic()
+    assert run_local(f"{HERE}:sleep_long", 3) == 128 + number
+    assert time.monotonic() - began < 60
+    assert f"ended by {number.name}" in capfd.readouterr().err
 
 
 def test_no_orphan_when_the_launcher_is_killed(tmp_path):
