@@ -7,6 +7,7 @@ to_hf(model, "path/to/result", like="path/to/model")  # every rank calls it; the
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from isotron.core.parallel.model import ParallelModel
 from isotron.core.parallel.plan import Layout
 from isotron.hub import export
 from isotron.hub.families import spelling_of
-from isotron.hub.folder import CONFIG, companions, open_folder
+from isotron.hub.folder import CONFIG, Folder, companions, open_folder
 from isotron.hub.locate import local_path
 from isotron.hub.reader import HFSource
 from isotron.hub.writer import Planned, deal, write_planned
@@ -118,16 +119,33 @@ def to_hf(model: ParallelModel, path: str | Path, like: str | Path = "", file_by
         raise refuse(
             f"write a model to {target}", "it exists, and nothing is overwritten", "a directory that does not exist"
         )
-    origin = open_folder(local_path(str(like))) if like else None
-    files = deal(_planned(model), file_bytes)
-    named = dict(zip(export.shard_names(len(files)), files, strict=True))
     tensors = stream(model)
-    if group.index != 0:
+    failure: Exception | None = None
+    try:
+        if group.index == 0:
+            _write(model, tensors, target, open_folder(local_path(str(like))) if like else None, file_bytes)
+        for _ in tensors:  # the other ranks take part in every item; so does the first one when it could not write
+            pass
+    except Exception as error:  # whatever it is, the other ranks must hear of it
+        failure = error
         for _ in tensors:
             pass
-        comm.barrier(group)
-        return target
+    said = comm.broadcast_json(None if failure is None else f"{type(failure).__name__}: {failure}", group)
+    if said is not None:
+        fix = "remove the cause and write again; nothing has taken the name of the result"
+        raise failure or refuse(f"write a model to {target}", said, fix, exit_code=1)
+    return target
+
+
+def _write(
+    model: ParallelModel, tensors: Iterator[tuple[str, Tensor]], target: Path, origin: Folder | None, file_bytes: int
+) -> None:
+    """What the first rank does: files of tensors as they come, then all that belongs to them, then the name."""
+    files = deal(_planned(model), file_bytes)
+    named = dict(zip(export.shard_names(len(files)), files, strict=True))
     work = target.with_name(target.name + ".partial")
+    if work.exists():
+        shutil.rmtree(work)
     work.mkdir(parents=True)
     for name, plan in named.items():
         write_planned(work / name, [Planned(p.key, p.dtype, p.shape, _next(tensors, p.key)) for p in plan])
@@ -142,8 +160,6 @@ def to_hf(model: ParallelModel, path: str | Path, like: str | Path = "", file_by
     if target.exists():
         target.rmdir()
     work.rename(target)
-    comm.barrier(group)
-    return target
 
 
 def _planned(model: ParallelModel) -> list[Planned]:

@@ -290,3 +290,24 @@ def test_memory_of_a_conversion(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", MEMORY, str(tmp_path)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert float(done.stdout) < 150, done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (["a"], ["it takes one source and one result", "--to not given"]),
+        (["a", "b", "--to", "megatron"], ["Megatron's own format cannot be written yet", "--to isotron"]),
+        (
+            ["--loader", "core", "--saver", "hf", "--load-dir", "a", "--save-dir", "b"],
+            ["own checkpoints cannot be read"],
+        ),
+        (["a", "b", "--saver", "llava"], ["the savers are"]),
+        (["a", "b", "--to", "hf", "--loader", "gguf"], ["there is no such loader"]),
+    ],
+)
+def test_requests_that_cannot_be(words: list[str], parts: list[str]) -> None:
+    from isotron.commands import convert as command
+
+    with pytest.raises(Refused) as refused:
+        command.run(words)
+    assert all(part in str(refused.value) for part in parts) and refused.value.exit_code == 2

@@ -50,6 +50,13 @@ def test_through_a_layout_and_back(ranks: Any, saved: Any, tmp_path: Path, name:
     assert open_folder(source).model == open_folder(tmp_path / "back").model
 
 
+def test_a_result_that_cannot_be_written_fails_on_every_rank(ranks: Any, saved: Any, tmp_path: Path) -> None:
+    source, _ = saved("llama")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(Exception, match="(?i)not a directory|file"):
+        ranks(2, exported, source, tmp_path / "file" / "back", LAYOUTS["TP2"], timeout=60)
+
+
 @cache
 def expected(twin: Any, count: int) -> list[list[int]]:
     found = []
