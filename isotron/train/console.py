@@ -83,7 +83,7 @@ def step_line(records: list[StepRecord], total: int) -> str:
         f"learning rate: {last.lr:.6E}",
         f"global batch size: {last.global_batch_size:5d}",
         f"lm loss: {sum(trained) / len(trained):.6E}",
-        f"loss scale: {last.loss_scale:.1f}",
+        *([] if last.loss_scale is None else [f"loss scale: {last.loss_scale:.1f}"]),
         f"grad norm: {last.grad_norm:.3f}",
         f"number of skipped iterations: {sum(r.skipped for r in records):3d}",
         f"number of nan iterations: {sum(not math.isfinite(r.loss) for r in records):3d}",

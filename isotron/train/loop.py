@@ -64,6 +64,8 @@ def train(run: Run) -> int:
     """Train to `train_iters`; returns the exit code. A checkpoint of the last step is always written."""
     state, cfg = run.state, run.state.config
     size, first = cfg.train.global_batch_size, state.consumed_samples
+    if state.step >= cfg.train.train_iters:
+        run.metrics.say(f"isotron: already at step {state.step} of {cfg.train.train_iters}; raise --train-iters")
     remaining = range(first, first + (cfg.train.train_iters - state.step) * size, size)
     tracer = StepTracer(state.model, cfg.log.trace, Path(cfg.log.run_dir or run.saves))
     with Prefetcher(run.batches(run.train_data, consumed) for consumed in remaining) as feed:
@@ -82,6 +84,7 @@ def train(run: Run) -> int:
         save(run)
     if run.valid_data is not None and not _due(state.step, cfg.train.eval_interval):
         evaluate(run)
+    run.metrics.event("finished")
     return EXIT_OK
 
 
@@ -120,30 +123,32 @@ def _record(run: Run, result: StepResult, seconds: float, scale: float, first: i
         flops_per_s_per_device=flops,
         skipped=result.skipped,
         sample_ids=(first, state.consumed_samples - 1),
-        loss_scale=scale,
+        loss_scale=scale if cfg.train.dtype == "float16" else None,
     )
 
 
 def save(run: Run) -> None:
     """Write a checkpoint; the watchdog knows that this may take long."""
     with run.watchdog.phase("save"):
-        save_state(run.state, run.saves, run.tokenizer_files)
+        path = save_state(run.state, run.saves, run.tokenizer_files)
     run.saved_step = run.state.step
+    run.metrics.event("saved", path=str(path))
+    run.metrics.say(f"isotron: saved {path}")
 
 
 def evaluate(run: Run) -> float:
     """Loss per token on the first `eval_iters` global batches of the validation data, the same on every rank."""
     state, cfg = run.state, run.state.config
-    total = tokens = 0.0
+    total, tokens, started = 0.0, 0, time.perf_counter()
     with run.watchdog.phase("evaluation"):
         for i in range(cfg.train.eval_iters):
             batches = run.batches(run.valid_data or (), i * cfg.train.global_batch_size)
             terms = state.model.evaluate(batches)
             total += state.model.sum_terms(terms, ["loss"])[0]
-            tokens += state.model.count_tokens(batches)
+            tokens += int(state.model.count_tokens(batches))
             run.watchdog.beat(state.step)
-    loss = total / max(tokens, 1.0)
-    run.metrics.evaluation(state.step, "valid", loss)
+    loss = total / max(tokens, 1)
+    run.metrics.evaluation(state.step, "valid", loss, tokens, time.perf_counter() - started)
     return loss
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,11 @@ from isotron.core.errors import refuse
 from isotron.core.mesh import AXES, Mesh
 from isotron.core.optim.adamw import AdamW
 from isotron.core.parallel.model import ParallelModel
+from isotron.core.parallel.plan import split_layers
+from isotron.core.parallel.split import model_costs
 from isotron.core.peaks import peak_flops
 from isotron.core.precision.scaler import LossScaler
-from isotron.data.build import build_segments
+from isotron.data.build import build_segments, count_sources
 from isotron.hub.folder import is_folder
 from isotron.launch import World, from_environment, init_distributed, shutdown, stamp
 from isotron.tokenizers.base import Tokenizer
@@ -29,7 +32,7 @@ from isotron.tokenizers.build import build_tokenizer
 from isotron.train.begin import begin, is_weights_only, origin_files
 from isotron.train.faults import NEVER_SECONDS, PHASE_FACTOR, FiniteGuard, StopSignal, Watchdog
 from isotron.train.loop import Run, train
-from isotron.train.metrics import Metrics
+from isotron.train.metrics import FILE, Metrics
 from isotron.train.places import claim
 from isotron.train.state import GroupRanks, TrainState, find_checkpoint, load_state
 
@@ -82,6 +85,8 @@ def _prepare(
     optimizer = AdamW(model.views(), config.optim)
     state = TrainState(config, model, optimizer, LossScaler.for_run(config.train.dtype, config.optim))
     say(f"isotron: {model.count_parameters():,} parameters on {mesh.size} rank(s): {_describe(config)}")
+    if layout.pp > 1:
+        say(f"isotron: layers per stage: {' '.join(map(str, layers_per_stage(config)))}")
     loaded = resume(state, say)
     state.segments = extended(state.segments, needed_samples(state))
     saves = Path(config.checkpoint.save or directory)
@@ -93,10 +98,12 @@ def _prepare(
         (directory / "config.toml").write_text(to_toml(config), encoding="utf-8")
     scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
     files = {**tokenizer_files(tokenizer, scratch), **origin_files(loaded, scratch)}
+    say(f"isotron: metrics in {directory / FILE}")
     metrics = Metrics(directory, config.log, world.rank == 0, state.step)
     stack.callback(metrics.close)
     peak = peak_flops(devices.device_name(device), config.train.dtype)
-    metrics.start(state.step, config.train.train_iters, mesh.size, config.layout, peak)
+    facts = {**asdict(layout), "schedule": layout.schedule_name}
+    metrics.start(state.step, config.train.train_iters, mesh.size, facts, peak)
     guard = FiniteGuard(state.skipped)
     saved = state.step if loaded is not None and loaded.resolve().parent == saves.resolve() else -1
     return Run(state, train_data, valid_data, eod, files, saves, saved, metrics, stop, watchdog, guard)
@@ -106,6 +113,12 @@ def _describe(config: RunConfig) -> str:
     layout = config.layout
     axes = f"tp {layout.tp}, pp {layout.pp}, dp {layout.dp}"
     return f"{axes}, {layout.schedule_name}, zero {int(layout.shards_optimizer)}, {config.train.dtype}"
+
+
+def layers_per_stage(config: RunConfig) -> list[int]:
+    """Layers of each pipeline stage, in the order in which a token passes through them."""
+    split = split_layers(config.model.num_layers, config.layout, model_costs(config.model))
+    return [len(layers) for layers in split]
 
 
 def _tokenizer(config: RunConfig) -> Tokenizer | None:
@@ -175,8 +188,14 @@ def datasets(state: TrainState, eod: int | None, say: Callable[[str], None]) -> 
     """Training data in the order that the checkpoint froze, and validation data."""
     cfg, train = state.config, state.config.train
     held_out = train.eval_iters * train.global_batch_size
-    vocab = cfg.model.vocab_size
-    return build_segments(cfg.data, train.seed, state.segments, held_out, say, vocab_size=vocab, eod=eod)
+    vocab, consumed = cfg.model.vocab_size, state.consumed_samples
+    before, state.sources = state.sources, count_sources(cfg.data)
+    if consumed and before and before != state.sources:
+        then, now = (" + ".join(f"{d:,} documents with {t:,} tokens" for d, t in c) for c in (before, state.sources))
+        say(f"isotron: the data is not what this run has read so far: {then} then, {now or 'made-up data'} now")
+    return build_segments(
+        cfg.data, train.seed, state.segments, held_out, say, vocab_size=vocab, eod=eod, consumed=consumed
+    )
 
 
 def check_space(state: TrainState, directory: Path) -> None:

@@ -90,15 +90,15 @@ class Metrics:
             **{f"aux/{name}": value for name, value in record.aux.items()},
         }
         self._write(line)
-        self._track({**line, "loss_scale": record.loss_scale})
+        self._track({**line, "loss_scale": record.loss_scale} if record.loss_scale is not None else line)
         self._console.step(record)
 
-    def evaluation(self, step: int, name: str, loss: float) -> None:
-        """Loss per token on held-out data called `name`: "valid" or "test"."""
+    def evaluation(self, step: int, name: str, loss: float, tokens: int, seconds: float) -> None:
+        """Loss per token on held-out data called `name`, "valid" or "test": over how many tokens, in what time."""
         if self._file is None:
             return
         line = {"step": step, "eval": name, "eval_loss": loss, "eval_ppl": perplexity(loss)}
-        self._write(line)
+        self._write({**line, "tokens": tokens, "eval_time_s": seconds})
         self._track({"step": step, f"eval_loss/{name}": loss, f"eval_ppl/{name}": perplexity(loss)})
         self._console.evaluation(step, name, loss)
 

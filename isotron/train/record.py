@@ -11,8 +11,8 @@ class StepRecord:
     """One step.
 
     loss: per unmasked token. grad_norm: before clipping. tokens: unmasked, over all ranks. consumed_samples: up to and
-    with this step. flops_per_s_per_device: model FLOP/s. sample_ids: first and last in consumption order. aux: further
-    terms of the loss.
+    with this step. flops_per_s_per_device: model FLOP/s. sample_ids: first and last in consumption order. loss_scale:
+    None in types that have none. aux: further terms of the loss.
     """
 
     step: int
@@ -25,7 +25,7 @@ class StepRecord:
     flops_per_s_per_device: float
     skipped: bool
     sample_ids: tuple[int, int]
-    loss_scale: float = 1.0
+    loss_scale: float | None = None
     aux: Mapping[str, float] = field(default_factory=dict)
 
     @property

@@ -58,7 +58,11 @@ class GroupRanks:
 
 @dataclass
 class TrainState:
-    """A run in progress. `segments`: the sample counts that the data order was built for, oldest first."""
+    """A run in progress.
+
+    segments: the sample counts that the data order was built for, oldest first. sources: [documents, tokens] of each
+    dataset that training reads; after loading, what the saved run read.
+    """
 
     config: RunConfig
     model: ParallelModel
@@ -68,6 +72,7 @@ class TrainState:
     consumed_samples: int = 0
     skipped: int = 0
     segments: list[int] = field(default_factory=list)
+    sources: list[list[int]] = field(default_factory=list)
 
     @property
     def schedule(self) -> ScheduleConfig:
@@ -100,6 +105,7 @@ def save_state(state: TrainState, directory: Path, tokenizer_files: dict[str, by
         "consumed_samples": state.consumed_samples,
         "skipped": state.skipped,
         "segments": state.segments,
+        "sources": state.sources,
     }
     keep = state.config.checkpoint.keep_last
     return save_checkpoint(directory, state.step, saved_tensors(state), meta, state.ranks, keep, tokenizer_files)
@@ -149,18 +155,15 @@ def _load_counters(state: TrainState, meta: dict[str, Any], step_dir: Path) -> N
     try:
         updates, consumed, skipped = (int(meta[name]) for name in ("updates", "consumed_samples", "skipped"))
         segments = [int(n) for n in meta["segments"]]
+        sources = [[int(n) for n in pair] for pair in meta.get("sources", [])]  # older checkpoints have none
         scaler = LossScaler(**meta["scaler"])
     except (KeyError, TypeError, ValueError) as error:
         raise _no_counters(step_dir, f"they cannot be read: {type(error).__name__} {error}") from error
     if min(updates, consumed, skipped) < 0 or any(n < 1 for n in segments) or consumed > sum(segments):
         found = f"updates {updates}, consumed_samples {consumed}, skipped {skipped}, segments {segments}"
         raise _no_counters(step_dir, f"{found}: none is negative, and segments hold the consumed samples")
-    state.optimizer.updates, state.consumed_samples, state.skipped, state.segments = (
-        updates,
-        consumed,
-        skipped,
-        segments,
-    )
+    state.optimizer.updates, state.consumed_samples, state.skipped = updates, consumed, skipped
+    state.segments, state.sources = segments, sources
     if state.scaler.dynamic and scaler.dynamic:
         state.scaler = scaler
 

@@ -33,7 +33,7 @@ def test_counters_are_taken_in() -> None:
     [
         {"updates": "x"}, {"updates": -1}, {"updates": None}, {"consumed_samples": -4}, {"consumed_samples": 9},
         {"skipped": -1}, {"segments": [-5, 20]}, {"segments": "abc"}, {"segments": 3}, {"segments": []},
-        {"scaler": {"dynamic": True}}, {"scaler": 5}, {"scaler": {"scale": 1.0, "more": 2}},
+        {"scaler": {"dynamic": True}}, {"scaler": 5}, {"scaler": {"scale": 1.0, "more": 2}}, {"sources": [3]},
     ],
     ids=str,
 )  # fmt: skip
@@ -42,6 +42,14 @@ def test_counters_that_no_run_has_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(Refused, match="run/step_00000002") as refused:
         _load_counters(run, GOOD | wrong, Path("run/step_00000002"))
     assert "counters" in str(refused.value) and run.optimizer.updates == 0
+
+
+def test_what_the_run_has_read_is_taken_in_where_it_is_known() -> None:
+    run = state()
+    _load_counters(run, GOOD, Path("run/step_00000002"))
+    assert run.sources == []
+    _load_counters(run, GOOD | {"sources": [[3, 90]]}, Path("run/step_00000002"))
+    assert run.sources == [[3, 90]]
 
 
 @pytest.mark.parametrize("name", list(GOOD))

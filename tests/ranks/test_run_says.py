@@ -1,0 +1,45 @@
+"""What a run says and writes about itself: where things are, how layers are dealt, what it goes on with."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tests.ranks import runs
+
+
+def test_places_stages_and_the_end_are_said(ranks: Any, tmp_path: Path) -> None:
+    there = str(tmp_path / "one")
+    cfg = runs.config("gpt", train_iters=2, save=there, pp=2, eval_iters=1)
+    (code, said), (_, silent) = ranks(2, runs.train_heard, cfg, there)
+    assert code == 0 and not silent.strip()
+    last = runs.step_dir(there, 2)
+    for line in (f"isotron: metrics in {there}/metrics.jsonl", "isotron: layers per stage: 2 1", f"saved {last}"):
+        assert line in said, said
+    found = [json.loads(line) for line in (tmp_path / "one/metrics.jsonl").read_text().splitlines()]
+    events = {line["event"]: line for line in found if "event" in line}
+    assert events["start"]["layout"]["schedule"] == "1f1b" and events["saved"]["path"] == last
+    assert list(events) == ["start", "saved", "finished"] and events["finished"]["step"] == 2
+    (held_out,) = (line for line in found if "eval" in line)
+    assert held_out["tokens"] == 4 * 16 and held_out["eval_time_s"] > 0
+    again = runs.changed(cfg, load=there)
+    said = ranks(2, runs.train_heard, again, there)[0][1]
+    assert "already at step 2 of 2; raise --train-iters" in said and "saved" not in said
+
+
+def test_a_resume_says_when_the_data_has_changed(ranks: Any, tmp_path: Path) -> None:
+    prefix, there = runs.write_data(tmp_path), str(tmp_path / "one")
+    cfg = runs.config("gpt", data_path=(prefix,), train_iters=2, save=there)
+    said = ranks(1, runs.train_heard, cfg, there)[0][1]
+    assert "not what this run has read" not in said and "training data: " in said
+    longer = runs.changed(cfg, load=there, train_iters=4)
+    said = ranks(1, runs.train_heard, longer, there)[0][1]
+    assert "not what this run has read" not in said
+    assert "training data, segment 1 of 2 (finished): 8 samples" in said and "segment 2 of 2: 8 samples" in said
+    with runs.IndexedWriter(prefix, runs.VOCAB) as writer:
+        writer.add_document(list(range(100)))
+        writer.add_document(list(range(50)))
+    said = ranks(1, runs.train_heard, runs.changed(longer, train_iters=6), there)[0][1]
+    (line,) = (line for line in said.splitlines() if "not what this run has read" in line)
+    assert "30 documents with" in line and line.endswith("then, 2 documents with 150 tokens now")
