@@ -152,43 +152,28 @@ def time_all_reduce(repeats: int = 5) -> tuple[float, float]:
 
 
 def _show(report: Report) -> None:
-    from rich.console import Console
-
-    console = Console()
-    console.print(
-        f"isotron {report['isotron']}, Python {report['python']}, torch {report['torch']} ({report['torch_build']})"
-    )
-    console.print(f"{report['system']}, {report['cores']} cores, {report['threads']} threads")
-    console.print(_device_table(report["devices"]))
-    console.print(_package_table(report["packages"]))
-    console.print(_talk(report["collectives"]), markup=False)
+    """Lines of at most 80 columns where the names allow it: one property a line."""
+    print(f"isotron {report['isotron']}, Python {report['python']}")
+    print(f"torch {report['torch']} ({report['torch_build']})")
+    print(report["system"])
+    print(f"{report['cores']} cores, {report['threads']} threads")
+    for device in report["devices"]:
+        print("\n".join(_device_lines(device)))
+    print("\npackages")
+    for row in report["packages"]:
+        print(f"  {row['name']:<19} {row['version'] or 'not installed':<15} {row['use']}")
     disk = report["disk"]
-    console.print(f"disk at {disk['path']}: {_gigabytes(disk['free_bytes'])} free of {_gigabytes(disk['total_bytes'])}")
+    print(f"\n{_talk(report['collectives'])}")
+    print(f"disk at {disk['path']}: {_gigabytes(disk['free_bytes'])} free of {_gigabytes(disk['total_bytes'])}")
 
 
-def _device_table(found: list[Report]) -> Any:
-    from rich.table import Table
-
-    table = Table(title="devices")
-    for heading in ("device", "name", "generation", "memory", *SHOWN_DTYPES, "flash"):
-        table.add_column(heading)
+def _device_lines(row: Report) -> list[str]:
+    """One device: its properties, and for each number type whether it computes in it."""
     marks = {"native": "yes", "emulated": "emulated", "refused": "no"}
-    for row in found:
-        abilities = [marks[row["dtypes"][dtype]] for dtype in SHOWN_DTYPES]
-        flash = "yes" if row["flash_attention"] else "no"
-        table.add_row(row["device"], row["name"], row["generation"], _gigabytes(row["memory_bytes"]), *abilities, flash)
-    return table
-
-
-def _package_table(found: list[Report]) -> Any:
-    from rich.table import Table
-
-    table = Table(title="packages")
-    for heading in ("package", "version", "for"):
-        table.add_column(heading)
-    for row in found:
-        table.add_row(row["name"], row["version"] or "not installed", row["use"])
-    return table
+    facts = {"name": row["name"], "generation": row["generation"], "memory": _gigabytes(row["memory_bytes"])}
+    facts |= {dtype: marks[row["dtypes"][dtype]] for dtype in SHOWN_DTYPES}
+    facts["flash attention"] = "yes" if row["flash_attention"] else "no"
+    return ["", f"device {row['device']}", *(f"  {name:<19} {fact}" for name, fact in facts.items())]
 
 
 def _talk(report: Report) -> str:
@@ -196,7 +181,7 @@ def _talk(report: Report) -> str:
     if report["error"] is not None:
         return f"{who}: FAILED\n{report['error']}"
     rate = report["bytes_per_s"] / 1e9
-    return f"{who}: all-reduce {report['latency_s'] * 1e3:.2f} ms for 1 KB, {rate:.2f} GB/s for 16 MB"
+    return f"{who}: all-reduce\n  {report['latency_s'] * 1e3:.2f} ms for 1 KB, {rate:.2f} GB/s for 16 MB"
 
 
 def _gigabytes(size: int | None) -> str:
