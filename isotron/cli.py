@@ -103,6 +103,7 @@ NOT_BUILT: dict[str, str] = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code."""
+    _open_standard_streams()
     words = clean_words(sys.argv[1:] if argv is None else argv)
     try:
         return _dispatch(words)
@@ -123,6 +124,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         report(about)
         return about.exit_code
+
+
+def _open_standard_streams() -> None:
+    """Closed ones (`>&-`, some schedulers) become /dev/null: else the next file that is opened takes their place."""
+    for number in (0, 1, 2):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # it gets the lowest free number: this one
+    sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
+    sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
 
 
 def report(refused: Refused) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import isqrt
 from typing import Any
 
 from isotron.config.schema import RunConfig, value
@@ -55,7 +56,8 @@ def _text(v: Any) -> str:
 
 def nearest_divisor(n: int, near: int) -> int:
     """The divisor of n that is closest to `near`, the smaller one of two."""
-    return min((d for d in range(1, n + 1) if n % d == 0), key=lambda d: (abs(d - near), d))
+    small = [d for d in range(1, isqrt(n) + 1) if n % d == 0]
+    return min((*small, *(n // d for d in small)), key=lambda d: (abs(d - near), d))
 
 
 @dataclass(frozen=True)
@@ -100,11 +102,28 @@ _PROBABILITY = {"hidden_dropout": 0.1, "attention_dropout": 0.1, "adam_beta1": 0
 _SCALE = {"initial_loss_scale": 65536.0, "min_loss_scale": 1.0}
 _RAMP = {"start_weight_decay": 0.0, "end_weight_decay": 0.1}
 
+# beyond these a typing error would keep the checks themselves busy, or the machine, before anyone could say so
+_MOST = {
+    "num_layers": 100_000, "hidden_size": 10**9, "ffn_hidden_size": 10**9, "num_attention_heads": 10**6,
+    "num_key_value_heads": 10**6, "head_dim": 10**9, "vocab_size": 10**9, "make_vocab_size_divisible_by": 10**9,
+    "seq_length": 10**9, "max_position_embeddings": 10**9, "micro_batch_size": 10**9, "global_batch_size": 10**12,
+    "tp": 10_000, "pp": 10_000, "vpp": 1000, "dp": 10**6,
+}  # fmt: skip
+
+
+def _at_most(leaf: str, case: str, legal: Callable[[Any], bool], example: Any) -> Range:
+    """A range with the upper bound of `_MOST`, where there is one."""
+    most = _MOST.get(leaf)
+    if most is None:
+        return Range(leaf, case, legal, example)
+    return Range(leaf, f"{case} and at most {most}", lambda v: legal(v) and v <= most, example)
+
+
 RANGES: tuple[Rule, ...] = tuple(
     r.rule()
     for r in (
-        *(Range(leaf, "above 0", lambda v: v > 0, e) for leaf, e in _POSITIVE.items()),
-        *(Range(leaf, "0 or more", lambda v: v >= 0, e) for leaf, e in _NOT_NEGATIVE.items()),
+        *(_at_most(leaf, "above 0", lambda v: v > 0, e) for leaf, e in _POSITIVE.items()),
+        *(_at_most(leaf, "0 or more", lambda v: v >= 0, e) for leaf, e in _NOT_NEGATIVE.items()),
         *(Range(leaf, "at least 0 and below 1", lambda v: 0 <= v < 1, e) for leaf, e in _PROBABILITY.items()),
         *(
             Range(leaf, "above 0 and at most 1e30 (float32 ends at 3e38)", lambda v: 0 < v <= 1e30, e)

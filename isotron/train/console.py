@@ -7,6 +7,7 @@ the line before; skipped steps do not enter the loss.
 from __future__ import annotations
 
 import math
+import os
 import sys
 from contextlib import AbstractContextManager, nullcontext
 from datetime import datetime
@@ -43,7 +44,12 @@ class Console:
     def say(self, line: str) -> None:
         """Prints one line, above the bar where there is one."""
         if self._bar is None:
-            print(line, file=self._stream, flush=True)
+            try:
+                print(line, file=self._stream, flush=True)
+            except (
+                BrokenPipeError
+            ):  # its reader (head, a lost connection) has gone: the run is worth more than its lines
+                os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
         else:
             self._bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
 

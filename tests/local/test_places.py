@@ -87,3 +87,13 @@ def test_full_disks_are_about_files_and_lost_peers_are_not() -> None:
     full = refuse_file(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
     assert full is not None and "No space left" in str(full)
     assert refuse_file(ConnectionResetError(errno.ECONNRESET, "Connection reset by peer")) is None
+
+
+@pytest.mark.parametrize("world", [[], ["--tp", "2"]], ids=["alone", "two ranks"])
+@pytest.mark.parametrize("after", ["| head -1", ">&-", "<&- >&- 2>&-"])
+def test_a_run_outlives_whoever_reads_its_lines(tmp_path: Path, after: str, world: list[str]) -> None:
+    words = [sys.executable, "-m", "isotron", *TINY, "--train-iters", "30", *world, "--run-dir", str(tmp_path)]
+    script = f"set -o pipefail; {shlex.join(words)} {after}; echo $? > {shlex.quote(str(tmp_path / 'code'))}"
+    subprocess.run(["bash", "-c", script], timeout=120, check=True, cwd=Path(__file__).parents[2], capture_output=True)
+    assert (tmp_path / "code").read_text() == "0\n"
+    assert (tmp_path / "latest").read_text().strip() == "step_00000030"

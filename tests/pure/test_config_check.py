@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 import shlex
+import time
 
 import pytest
 
 from isotron.config.check import RULES, broken, check, finish
 from isotron.config.load import load
-from isotron.config.rules import RANGES, Facts
+from isotron.config.rules import RANGES, Facts, flag, nearest_divisor
 from isotron.config.schema import RunConfig, value
 
 BASE = (
@@ -212,3 +213,24 @@ def test_a_v_with_too_few_layers_says_how_many_ranks_work():
     _, (problem,) = names_broken("--pp 4 --schedule v-min", {})
     assert problem.fix.startswith("--pp 2 --vpp 1")
     assert names_broken("--pp 2 --schedule v-min", {}) == (set(), [])
+
+
+SIZES = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim",
+         "vocab_size", "make_vocab_size_divisible_by", "seq_length", "max_position_embeddings", "micro_batch_size",
+         "global_batch_size", "train_iters", "tp", "pp", "vpp", "dp")  # fmt: skip
+
+
+@pytest.mark.parametrize("leaf", SIZES)
+@pytest.mark.parametrize("size", [10**23, 10**9 + 7])
+def test_no_size_keeps_the_checks_busy(leaf, size):
+    began = time.monotonic()
+    config = load(shlex.split(f"{BASE} --tp 3 --vpp 2 --pp 7 {flag(leaf)} {size}"))[0]
+    assert check(config)
+    assert time.monotonic() - began < 20
+
+
+def test_the_nearest_divisor():
+    for n in range(1, 200):
+        for near in (1, 2, 7, 100, 300):
+            plain = min((d for d in range(1, n + 1) if n % d == 0), key=lambda d: (abs(d - near), d))
+            assert nearest_divisor(n, near) == plain
