@@ -82,6 +82,12 @@ VERBS: dict[str, Verb] = {
         "isotron.commands.schedule:run",
         "isotron.commands.schedule:help_text",
     ),
+    "plan": Verb(
+        "memory, time and the best layout before the cluster is booked",
+        "isotron plan --model llama3-70b --gpus 64 --gpu h100 --seq 8192 --global-batch 512",
+        "isotron.commands.plan:run",
+        "isotron.commands.plan:help_text",
+    ),
     "doctor": Verb(
         "what this machine has and can do",
         "isotron doctor --json",
@@ -93,7 +99,6 @@ VERBS: dict[str, Verb] = {
 NOT_BUILT: dict[str, str] = {
     "serve": "isotron generate --load DIR --prompt TEXT",
     "evaluate": "isotron train with --valid-data-path reports the loss on held-out data",
-    "plan": "isotron verify with the layout in question",
     "inspect": "the file manifest.json of a checkpoint lists its tensors",
     "score": "isotron train with --valid-data-path reports the loss on held-out data",
     "tokenizer": "isotron preprocess with a tokenizer's own files",

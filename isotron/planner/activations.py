@@ -58,13 +58,20 @@ def sizes(job: Job) -> Sizes:
         c.num_attention_heads // tp,
         max(1, c.kv_heads // tp),
         c.head_size,
-        c.ffn // tp,
-        "layers.*.mlp.gate_up.weight" in names,
+        _mlp_width(c, tp),
+        any("gate_up" in name for name in names),
         rotary,
         "*norm*.bias" in names,
         "layers.*.attention.q_norm.weight" in names,
         bool(getattr(c, "parallel_residual", False)),
     )
+
+
+def _mlp_width(config: Any, tp: int) -> int:
+    """Feed-forward elements of one token: of the experts that it visits, where there are experts."""
+    if getattr(config, "experts", 0):
+        return int(config.topk * (config.moe_ffn or config.ffn) + config.shared_ffn // tp)
+    return int(config.ffn // tp)
 
 
 def block(job: Job, mode: str) -> list[Kept]:

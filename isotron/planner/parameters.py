@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -23,6 +24,9 @@ _FIRST, _LAST = ("embed", "positions"), ("norm", "head")
 _BLOCK = (
     *("attention_norm", "attention.qkv", "attention.out", "attention.q_norm", "attention.k_norm"),
     *("mlp_norm", "mlp.up", "mlp.gate_up", "mlp.down"),
+    # of families that can be planned only (shapes.py)
+    *("attention.q_down", "attention.q_up", "attention.kv_down", "attention.kv_up"),
+    *("router", "experts.gate_up", "experts.down", "shared.gate_up", "shared.down"),
 )
 _OPTIONAL = ("attention.q_norm", "attention.k_norm")  # not every family has them, and `*norm*` would match
 
@@ -50,9 +54,11 @@ class StagePart:
         return max(self.run(i, sharded) for i in range(ways)) if sharded else self.elements
 
 
-def stage_layers(config: Any, layout: Layout) -> list[range]:
+@lru_cache(maxsize=4096)
+def stage_layers(config: Any, layout: Layout) -> tuple[range, ...]:
     """Blocks of every stage."""
-    return split_layers(config.num_layers, layout, model_costs(config))
+    costs = model_costs(config) if layout.layer_split == "balanced" else None
+    return tuple(split_layers(config.num_layers, layout, costs))
 
 
 def rank_stages(config: Any, layout: Layout, pp_rank: int, tp_rank: int = 0) -> list[StagePart]:

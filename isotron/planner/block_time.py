@@ -1,0 +1,168 @@
+"""Seconds of one block, and of the output layer, for one microbatch on one rank. PURE.
+
+A roofline: matrix products at a fraction of the peak that falls with their sides, everything else at a fraction of the
+memory bandwidth, communication at a fraction of the link, and of that what nothing hides.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from operator import add
+
+from isotron.planner.efficiency import Fractions, Stack
+from isotron.planner.hardware import Hardware
+from isotron.planner.job import Job
+from isotron.planner.work import attention_flops, block_products, element_traffic, head_product, score_traffic
+
+FORMS = {"16bit": "bfloat16", "fp8": "float8", "fp8-block": "float8", "fp4": "float4", "32bit": "float32"}
+
+
+@dataclass(frozen=True)
+class Place:
+    """On what a job runs: device, software, number format of the matrix products."""
+
+    device: Hardware
+    stack: Stack
+    form: str = "16bit"
+
+    @property
+    def fractions(self) -> Fractions:
+        """The fitted numbers that apply."""
+        return self.stack.of(self.device.name, self.form)
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """A step, or a part of it, by kind."""
+
+    products: float = 0.0
+    attention: float = 0.0
+    elements: float = 0.0
+    recompute: float = 0.0
+    launches: float = 0.0
+    tp: float = 0.0
+    cp: float = 0.0
+    ep: float = 0.0
+    pp: float = 0.0
+    zero3: float = 0.0
+    dp: float = 0.0
+    bubble: float = 0.0
+    optimizer: float = 0.0
+    fixed: float = 0.0
+
+    def values(self) -> tuple[float, ...]:
+        """Every kind, in order."""
+        return tuple(self.__dict__.values())
+
+    @property
+    def total(self) -> float:
+        """All kinds."""
+        return sum(self.values())
+
+    def scaled(self, by: float) -> Seconds:
+        """Every kind times a number."""
+        return Seconds(*(x * by for x in self.values()))
+
+    def plus(self, other: Seconds) -> Seconds:
+        """Kind by kind."""
+        return Seconds(*map(add, self.values(), other.values()))
+
+
+# ---- one block, one microbatch ---------------------------------------------------------------------------------------
+
+
+def product_seconds(tokens: float, outputs: int, inputs: int, rate: float, small: float) -> float:
+    """One matrix product; the shorter its sides, the less of the device it fills."""
+    if not tokens or not outputs or not inputs:
+        return 0.0
+    return 2 * tokens * outputs * inputs / rate * (1 + small * (1 / tokens + 1 / outputs + 1 / inputs))
+
+
+def block_seconds(job: Job, place: Place) -> tuple[Seconds, Seconds]:
+    """(forward, backward) of one block for one microbatch; what is computed again belongs to the backward."""
+    f, device = place.fractions, place.device
+    rate = device.peak(FORMS[place.form]) * f.matmul
+    products = 0.0
+    for p in block_products(job.config, job.layout.tp):
+        spread = getattr(job.config, "experts", 1) if p.met != 1.0 else 1
+        # experts are not cut: each tensor-parallel rank sends its own part of the tokens to them
+        tokens = job.tokens * p.met * job.ep / spread / job.layout.tp if spread > 1 else job.tokens
+        one = product_seconds(tokens, p.outputs, p.inputs, rate * (f.experts if spread > 1 else 1), f.small)
+        products += one * spread / job.ep if spread > 1 else one
+    attention, attention_back = _attention(job, place)
+    elements = element_traffic(job) / (device.bandwidth * f.memory)
+    forward = Seconds(
+        products=products,
+        attention=attention,
+        elements=elements,
+        launches=f.per_layer + (f.per_route if getattr(job.config, "experts", 0) else 0.0),
+        tp=_tensor_parallel(job, place),
+        cp=_context_parallel(job, place),
+        ep=_expert_parallel(job, place),
+    )
+    backward = replace(forward.scaled(2), attention=attention_back, tp=forward.tp, cp=2 * forward.cp, ep=forward.ep)
+    return forward, backward.plus(_again(job, forward, place))
+
+
+def _again(job: Job, forward: Seconds, place: Place) -> Seconds:
+    """What the backward computes again."""
+    if job.layout.recompute == "full":
+        computing = forward.total - forward.tp - forward.cp - forward.ep
+        return Seconds(recompute=computing, tp=forward.tp, cp=forward.cp, ep=forward.ep)
+    if job.layout.recompute == "selective":
+        return Seconds(recompute=0.5 * forward.elements if place.stack.fused_attention else forward.attention)
+    return Seconds()
+
+
+def _attention(job: Job, place: Place) -> tuple[float, float]:
+    """Scores and values: fused (causal, products only) or with scores in memory (the whole square)."""
+    f, device = place.fractions, place.device
+    rate = device.peak("bfloat16") * min(1.0, f.matmul if place.form == "16bit" else 0.8) * f.attention
+    if place.stack.fused_attention:
+        forward = attention_flops(job, causal=True) / rate
+        return forward, 2.5 * forward
+    # a head whose width is no multiple of 8 leaves the tensor cores idle
+    rate *= 0.25 if job.config.head_size % 8 else job.config.head_size / (job.config.head_size + 64)
+    flops, bandwidth = attention_flops(job, causal=False), device.bandwidth * f.memory
+    forward = flops / rate + score_traffic(job, False) / bandwidth
+    return forward, 2 * flops / rate + score_traffic(job, True) / bandwidth
+
+
+def _tensor_parallel(job: Job, place: Place) -> float:
+    """Two sums of the residual stream per block and pass (or a gather and a scatter each, the same bytes)."""
+    t = job.layout.tp
+    if t == 1:
+        return 0.0
+    f, wire = place.fractions, job.tokens * job.config.hidden_size * job.element * (t - 1) / t
+    share = f.links if t <= place.device.node else f.network
+    return 2 * 2 * wire / (place.device.link(t, 1) * share) * f.exposed_tp
+
+
+def _context_parallel(job: Job, place: Place) -> float:
+    if job.cp == 1:
+        return 0.0
+    c, f = job.config, place.fractions
+    heads = max(1, c.kv_heads / job.layout.tp)
+    wire = 2 * heads * c.head_size * job.tokens * job.element * (job.cp - 1)
+    share = f.links if job.cp * job.layout.tp <= place.device.node else f.network
+    return wire / (place.device.link(job.cp, job.layout.tp) * share) * f.exposed_tp
+
+
+def _expert_parallel(job: Job, place: Place) -> float:
+    if job.ep == 1:
+        return 0.0
+    c, f = job.config, place.fractions
+    # a token goes once to each rank that has some of its experts
+    copies = job.ep * (1 - (1 - 1 / job.ep) ** c.topk)
+    wire = 2 * copies * c.hidden_size * job.tokens / job.layout.tp * job.element * (job.ep - 1) / job.ep
+    share = f.links if job.ep * job.layout.tp <= place.device.node else f.network
+    return wire / (place.device.link(job.ep, job.layout.tp) * share) * f.exposed_ep
+
+
+def head_seconds(job: Job, place: Place) -> tuple[Seconds, Seconds]:
+    """The output layer and the loss of one microbatch."""
+    f, p = place.fractions, head_product(job.config, job.layout)
+    rate = place.device.peak(FORMS["32bit" if place.form == "32bit" else "16bit"]) * min(0.85, f.matmul)
+    products = product_seconds(job.tokens, p.outputs, p.inputs, rate, f.small)
+    traffic = job.tokens * p.outputs * 8 / (place.device.bandwidth * f.memory)
+    return Seconds(products=products, elements=traffic), Seconds(products=2 * products, elements=traffic)

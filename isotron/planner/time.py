@@ -1,0 +1,169 @@
+"""Seconds of a training step, by what takes them. PURE.
+
+Blocks (`block_time.py`) make stages, stages ranks. The pipeline is the real table, run by its simulator (`exact`), or
+its closed form, which a search can afford.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from isotron.core.parallel.pipeline.simulate import Costs, simulate
+from isotron.planner.block_time import Place, Seconds, block_seconds, head_seconds
+from isotron.planner.job import Job
+from isotron.planner.parameters import stage_layers
+from isotron.planner.work import block_products
+
+STEP_BYTES = 30  # per element that an optimizer step reads and writes: masters, moments, gradient, weight
+
+
+@dataclass(frozen=True)
+class Units:
+    """(forward, backward) of what stages are made of: a block, the output layer, and what every stage has."""
+
+    block: tuple[Seconds, Seconds]
+    head: tuple[Seconds, Seconds]
+    edge: Seconds
+
+    def stage(self, blocks: int, last: bool) -> tuple[Seconds, Seconds]:
+        """A stage of so many blocks."""
+        forward, backward = (x.scaled(blocks).plus(self.edge) for x in self.block)
+        return (forward.plus(self.head[0]), backward.plus(self.head[1])) if last else (forward, backward)
+
+
+def units(job: Job, place: Place) -> Units:
+    """Seconds of the parts of stages, with what they wait for their neighbours and for weights."""
+    forward, backward = block_seconds(job, place)
+    gather, scatter = _gathered(job, place, forward.total, backward.total)
+    block = forward.plus(Seconds(zero3=gather)), backward.plus(Seconds(zero3=scatter))
+    return Units(block, head_seconds(job, place), Seconds(pp=_transfer(job, place)))
+
+
+def stage_seconds(job: Job, place: Place) -> list[tuple[Seconds, Seconds]]:
+    """(forward, backward) of every stage for one microbatch."""
+    parts, counts = units(job, place), stage_layers(job.config, job.layout)
+    return [parts.stage(len(r), s == len(counts) - 1) for s, r in enumerate(counts)]
+
+
+def rank_seconds(job: Job, place: Place) -> list[Seconds]:
+    """Forward and backward of all stages of every pipeline rank, for one microbatch; equal ranks share a value."""
+    parts, counts, home = units(job, place), stage_layers(job.config, job.layout), job.layout.placement
+    sums: list[tuple[int, int, bool]] = [(0, 0, False)] * job.layout.pp
+    for s, r in enumerate(counts):
+        blocks, stages, last = sums[home[s]]
+        sums[home[s]] = blocks + len(r), stages + 1, last or s == len(counts) - 1
+    block, head = parts.block[0].plus(parts.block[1]), parts.head[0].plus(parts.head[1])
+    made = {
+        key: block.scaled(key[0]).plus(parts.edge.scaled(2 * key[1])).plus(head if key[2] else Seconds())
+        for key in set(sums)
+    }
+    return [made[key] for key in sums]
+
+
+def _transfer(job: Job, place: Place) -> float:
+    """What a stage waits for a tensor of its neighbour."""
+    layout, f, device = job.layout, place.fractions, place.device
+    if layout.pp == 1:
+        return 0.0
+    share = layout.tp if layout.sequence_parallel or place.stack.scatter_gather else 1
+    wire = job.tokens * job.config.hidden_size * job.element / share
+    stride = layout.tp * job.cp * job.dp
+    apart = stride * layout.pp > device.node
+    rate = device.outer * f.network if apart else device.inner * f.links
+    return wire / rate * f.exposed_pp
+
+
+def _gathered(job: Job, place: Place, forward: float, backward: float) -> tuple[float, float]:
+    """ZeRO-3: weights of a block gathered in both passes, gradients scattered; the excess over computing is waited."""
+    if job.layout.zero < 3 or job.dp == 1:
+        return 0.0, 0.0
+    f, ranks = place.fractions, job.dp * job.cp
+    elements = sum(prod((p.outputs, p.inputs)) for p in block_products(job.config, job.layout.tp))
+    share = f.links if ranks * job.layout.tp <= place.device.node else f.network
+    rate = place.device.link(ranks, job.layout.tp) * share * ranks / max(1, ranks - 1)
+    gather = elements * place.stack.gather_bytes / rate
+    scatter = gather + elements * place.stack.gradient_bytes / rate
+
+    def waited(wire: float, compute: float) -> float:
+        return wire * f.exposed_dp + max(0.0, wire * (1 - f.exposed_dp) - compute)
+
+    return waited(gather, forward), waited(scatter, backward)
+
+
+def held_elements(job: Job) -> float:
+    """Most weights of any pipeline rank, without padding, from the table's shapes."""
+    c, layout = job.config, job.layout
+    per_block = sum(p.outputs * p.inputs * _copies(job, p.met) for p in block_products(c, layout.tp))
+    counts = [len(r) for r in stage_layers(c, layout)]
+    held = [0.0] * layout.pp
+    home = layout.placement
+    for s, rank in enumerate(home):
+        held[rank] += counts[s] * per_block
+    table = layout.padded_vocab(c.vocab_size) / layout.tp * c.hidden_size
+    held[home[0]] += table
+    if not (c.tie_embeddings and home[0] == home[-1]):
+        held[home[-1]] += table
+    return max(held)
+
+
+def _copies(job: Job, met: float) -> float:
+    return getattr(job.config, "experts", 1) / job.ep if met != 1.0 else 1.0
+
+
+def data_parallel(job: Job, place: Place) -> float:
+    """What the step waits for gradients and weights to meet."""
+    ranks = job.dp * job.cp
+    if ranks == 1 or job.layout.zero >= 3:
+        return 0.0
+    f, stack = place.fractions, place.stack
+    back = stack.gather_bytes if job.layout.zero != 0 else stack.gradient_bytes
+    wire = held_elements(job) * (stack.gradient_bytes + back) * (ranks - 1) / ranks
+    share = f.links if ranks * job.layout.tp <= place.device.node else f.network
+    return wire / (place.device.link(ranks, job.layout.tp) * share) * f.exposed_dp
+
+
+def optimizer_seconds(job: Job, place: Place) -> float:
+    """One pass over the state that a rank steps."""
+    ranks = job.dp if job.layout.zero != 0 else 1
+    return held_elements(job) / ranks * STEP_BYTES / (place.device.bandwidth * place.fractions.memory)
+
+
+def step_seconds(job: Job, place: Place, exact: bool = False) -> Seconds:
+    """A whole step; `exact` runs the pipeline's table instead of its closed form."""
+    ranks = rank_seconds(job, place)
+    busiest = max(ranks, key=lambda r: r.total)
+    work = busiest.scaled(job.microbatches)
+    span = table_span(job, stage_seconds(job, place)) if exact else closed_span(job, [r.total for r in ranks])
+    once = Seconds(
+        dp=data_parallel(job, place),
+        bubble=max(0.0, span - work.total),
+        optimizer=optimizer_seconds(job, place),
+        fixed=place.fractions.per_step,
+    )
+    return work.plus(once)
+
+
+def closed_span(job: Job, ranks: list[float]) -> float:
+    """Start of the first to end of the last action, from the published formulas of the schedules."""
+    m, v, busiest = job.microbatches, job.layout.chunks, max(ranks)
+    name = job.layout.schedule_name
+    rest = sum(ranks) - busiest
+    if name == "interleaved":
+        rest /= v
+    elif name in ("zb-h1", "zbv", "v-half", "v-min", "dualpipev"):
+        rest *= {"zb-h1": 1 / 3, "zbv": 0.05, "v-half": 0.5, "v-min": 2 / 3, "dualpipev": 0.15}[name]
+    elif name == "zb-h2":
+        rest *= 0.1
+    return m * busiest + rest
+
+
+def table_span(job: Job, stages: list[tuple[Seconds, Seconds]]) -> float:
+    """The same from the simulated table; microbatches that only repeat its steady part are added."""
+    forward = [f.total for f, _ in stages]
+    backward = [b.total for _, b in stages]
+    costs = Costs(forward, backward, [b.products / 2 for _, b in stages], 0.0)
+    ranks = [0.0] * job.layout.pp
+    for s, rank in enumerate(job.layout.placement):
+        ranks[rank] += forward[s] + backward[s]
+    return simulate(job.table(), costs).makespan + (job.microbatches - job.simulated) * max(ranks)

@@ -1,0 +1,117 @@
+"""What a block computes and moves, counted from the layout table. PURE. Legend as in `activations.py`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import lru_cache
+from typing import Any
+
+from isotron.core.layout import Rule, shard
+from isotron.planner.job import Job
+
+
+@dataclass(frozen=True)
+class Product:
+    """A matrix that tokens are multiplied with: local outputs and inputs, and the part of it that one token meets."""
+
+    outputs: int
+    inputs: int
+    met: float = 1.0
+
+    @property
+    def multiplications(self) -> float:
+        """Multiply-adds per token."""
+        return self.outputs * self.inputs * self.met
+
+
+@lru_cache(maxsize=4096)
+def block_products(config: Any, tp: int) -> tuple[Product, ...]:
+    """The matrices of the model's last block as one tensor-parallel rank holds them."""
+    last = f"layers.{config.num_layers - 1}"
+    rules = config.layout(config.vocab_size).rules
+    chosen: dict[str, Rule] = {}
+    for r in rules:
+        where, name = ".".join(r.pattern.split(".")[:2]), ".".join(r.pattern.split(".")[2:])
+        if len(r.shape) == 2 and where.startswith("layers.") and fnmatchcase(last, where):
+            chosen.setdefault(name, r)
+    return tuple(_product(config, r, tp) for r in chosen.values())
+
+
+def _product(config: Any, rule: Rule, tp: int) -> Product:
+    shape = shard(rule, {"tp": 0}, {"tp": tp}).shape
+    visited = getattr(config, "visited", None)
+    met = visited(rule.pattern) if visited else 1.0
+    # an expert's matrix is one of several below each other: what one product sees is one of them
+    experts = config.experts if ".experts." in rule.pattern else 1
+    return Product(shape[0] // experts, shape[1], met * experts)
+
+
+def head_product(config: Any, layout: Any) -> Product:
+    """The output layer."""
+    return Product(layout.padded_vocab(config.vocab_size) // layout.tp, config.hidden_size)
+
+
+def attention_flops(job: Job, causal: bool) -> float:
+    """FLOPs of scores and values of one microbatch and block on one rank, forward."""
+    c = job.config
+    keys = (job.seq + 1) / 2 if causal else job.seq
+    return 4.0 * c.num_attention_heads / job.layout.tp * c.head_size * keys * job.tokens
+
+
+@lru_cache(maxsize=4096)
+def is_gated(config: Any) -> bool:
+    """Whether the MLP multiplies by a gate."""
+    return any("gate_up" in r.pattern for r in config.layout(config.vocab_size).rules)
+
+
+def element_traffic(job: Job) -> float:
+    """Bytes that norms, residuals, activations and rotations read and write in a block's forward."""
+    c, tp = job.config, job.layout.tp
+    share = tp if job.layout.sequence_parallel else 1
+    gated = is_gated(c)
+    width = _width(c, tp)
+    hidden = 10 * c.hidden_size / share
+    if getattr(c, "experts", 0):  # tokens put in the order of their experts, and back
+        hidden += 4 * c.topk * c.hidden_size / share
+    turned = 2 * (c.num_attention_heads / tp + max(1, c.kv_heads / tp)) * c.head_size if hasattr(c, "rope_theta") else 0
+    return float((hidden + (3 if gated else 2) * width + turned) * job.element * job.tokens)
+
+
+def _width(config: Any, tp: int) -> float:
+    if getattr(config, "experts", 0):
+        return float(config.topk * (config.moe_ffn or config.ffn) + config.shared_ffn / tp)
+    return float(config.ffn / tp)
+
+
+def score_traffic(job: Job, backward: bool) -> float:
+    """Bytes of attention scores that are not fused: written, masked and normalised, dropped, read again."""
+    c = job.config
+    scores = c.num_attention_heads / job.layout.tp * job.seq * job.tokens
+    return float(scores * (16 if backward else 11))
+
+
+@dataclass(frozen=True)
+class Flops:
+    """FLOPs of a step by definition, over all devices."""
+
+    model: float  # products of the mathematics, causal attention
+    full: float  # the same with the whole square of attention
+    hardware: float  # full, with what is computed again
+
+
+def step_flops(job: Job) -> Flops:
+    """FLOPs of a step; a tied output layer counts, look-ups do not."""
+    c = job.config
+    matrices = c.num_layers * sum(p.multiplications for p in block_products(c, 1)) + c.vocab_size * c.hidden_size
+    tokens = float(job.step_tokens)
+    core = 4.0 * c.num_attention_heads * c.head_size * c.num_layers
+    causal, square = core * (job.seq + 1) / 2, core * job.seq
+    again = 0.0
+    if job.layout.recompute == "full":
+        again = 2 * (matrices - c.vocab_size * c.hidden_size) + square
+    return Flops(
+        3 * tokens * (2 * matrices + causal),
+        3 * tokens * (2 * matrices + square),
+        3 * tokens * (2 * matrices + square) + tokens * again,
+    )

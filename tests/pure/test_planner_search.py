@@ -1,0 +1,229 @@
+"""Searching layouts, advice, reports, and the command."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from isotron import cli
+from isotron.commands.plan import OWN
+from isotron.config.schema import PRESETS
+from isotron.core.errors import Refused
+from isotron.core.parallel.plan import Layout
+from isotron.planner.advice import warnings
+from isotron.planner.block_time import Place
+from isotron.planner.efficiency import STACKS, stack_for
+from isotron.planner.hardware import GIB, find, known
+from isotron.planner.job import Job
+from isotron.planner.memory import plan_memory
+from isotron.planner.remedies import remedies
+from isotron.planner.search import evaluate, frontier, layouts, quick_memory, search, why
+from isotron.planner.shapes import MILESTONES
+from isotron.planner.time import step_seconds
+
+H100 = Place(find("h100"), stack_for("h100"))
+
+
+def llama(layout: Layout, gbs: int = 64, micro: int = 1, seq: int = 4096) -> Job:
+    config = replace(PRESETS["llama3-8b"], max_position_embeddings=seq)
+    return Job(config, layout, seq, micro, gbs)
+
+
+# ---- time and memory -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("schedule", "vpp"), [("1f1b", 1), ("gpipe", 1), ("interleaved", 2), ("interleaved", 4), ("zb-h1", 1), ("zbv", 2)]
+)
+def test_the_closed_form_is_near_the_table(schedule: str, vpp: int) -> None:
+    job = llama(Layout(2, 4, 2, vpp, True, 1, schedule))
+    table, formula = step_seconds(job, H100, exact=True), step_seconds(job, H100)
+    assert formula.total == pytest.approx(table.total, rel=0.06)
+    assert table.bubble > 0 or schedule == "zbv"
+
+
+def test_microbatches_left_out_of_a_simulation_change_nothing() -> None:
+    job = llama(Layout(2, 4, 1, 1, True, 0), gbs=64)
+    assert job.simulated < job.microbatches
+    whole = step_seconds(job, H100, exact=True).total
+    short = step_seconds(replace(job, global_batch=16), H100, exact=True)
+    per_microbatch = (whole - short.total) / 48
+    longer = step_seconds(replace(job, global_batch=65), H100, exact=True).total
+    assert longer - whole == pytest.approx(per_microbatch, rel=1e-6)
+
+
+def test_quick_memory_is_near_the_exact() -> None:
+    for layout in (
+        Layout(2, 1, 8, 1, True, 1),
+        Layout(4, 2, 2, 1, True, 1),
+        Layout(1, 4, 4, 2, False, 1, "interleaved"),
+    ):
+        job = llama(layout)
+        assert quick_memory(job, 0.0) == pytest.approx(max(b.total for b in plan_memory(job)), rel=0.08)
+
+
+def test_every_device_and_stack_has_what_it_needs() -> None:
+    for device in known().values():
+        assert device.memory > GIB and device.peaks and device.link(2, 1) == device.inner
+    for name in STACKS:
+        assert 0 < stack_for("h100", name).of("h100", "16bit").matmul <= 1
+    with pytest.raises(Refused, match="--gpu h100"):
+        find("h10")
+    with pytest.raises(Refused, match="the stacks are"):
+        stack_for("h100", "none")
+
+
+@pytest.mark.parametrize("name", MILESTONES)
+def test_a_dry_run_of_every_milestone(name: str) -> None:
+    config, devices, gpu, seq, gbs, _ = MILESTONES[name]
+    job = Job(config, Layout(8, 8, devices // 64 or 1, 1, True, 1), seq, 1, max(gbs, devices // 64))
+    job = replace(job, global_batch=job.dp * 8)
+    place = Place(find(gpu), stack_for(gpu))
+    assert step_seconds(job, place).total > 0 and max(b.total for b in plan_memory(job)) > GIB
+    assert bool(job.unbuilt) == (name in ("mixtral-8x7b", "deepseek-v3"))
+
+
+# ---- search ----------------------------------------------------------------------------------------------------------
+
+
+def test_every_layout_is_legal_and_uses_all_devices() -> None:
+    found = list(layouts(llama(Layout(dp=1)), 16, 8))
+    assert len({(j.layout, j.micro_batch) for j in found}) == len(found) > 50
+    for j in found:
+        assert j.world == 16 and j.global_batch % (j.micro_batch * j.dp) == 0
+        assert j.config.num_attention_heads % j.layout.tp == 0 and j.config.num_layers >= j.layout.stages
+
+
+def test_the_best_layout_fits_and_none_on_the_frontier_is_beaten() -> None:
+    limit = 70 * GIB
+    found = search(llama(Layout(dp=1)), 16, H100, limit, 5)
+    assert found.best and all(c.memory <= limit for c in found.best)
+    assert [c.time for c in found.best] == sorted(c.time for c in found.best)
+    for a in found.frontier:
+        assert not any(b.time < a.time and b.memory < a.memory for b in found.frontier)
+    assert frontier(found.frontier) == found.frontier
+    assert why(found).startswith(f"tp {found.best[0].job.layout.tp} x") or "ZeRO-3" in why(found)
+
+
+def test_what_fits_nowhere_is_said() -> None:
+    found = search(llama(Layout(dp=1)), 2, H100, 10 * GIB)
+    assert not found.best and found.nearest is not None and found.nearest.memory > 10 * GIB
+    assert "No layout fits" in why(found)
+    with pytest.raises(Refused, match="no layout divides"):
+        search(llama(Layout(dp=1), gbs=7), 37, H100, 70 * GIB)
+
+
+def test_three_changes_that_fit() -> None:
+    job = llama(Layout(1, 4, 2, 1, False, 1), micro=4)
+    assert evaluate(job, H100).memory > 70 * GIB
+    changes = remedies(job, H100, 70 * GIB)
+    assert len(changes) == 3 and all(c.memory <= 70 * GIB for _, c in changes)
+
+
+@pytest.mark.parametrize(
+    ("layout", "gbs", "said"),
+    [
+        (Layout(16, 1, 2, 1, True, 1), 64, "leave the node"),
+        (Layout(1, 8, 1, 1, False, 0), 4, "4 microbatches for 8"),
+        (Layout(2, 1, 1, 1, True, 1), 8, "shards nothing"),
+        (Layout(2, 1, 2, 1, True, 0), 8, "every rank keeps all masters"),
+        (Layout(2, 1, 2, 1, False, 1), 8, "without --sequence-parallel"),
+        (Layout(1, 3, 1, 1, False, 0), 8, "32 layers over 3 stages"),
+    ],
+)
+def test_warnings(layout: Layout, gbs: int, said: str) -> None:
+    assert any(said in w for w in warnings(llama(layout, gbs), 8))
+    assert not any(said in w for w in warnings(llama(Layout(2, 2, 2, 1, True, 1), 64), 8))
+
+
+def test_a_long_bubble_is_warned_about() -> None:
+    assert any("idle for 25%" in w for w in warnings(llama(Layout(2, 2, 2, 1, True, 1)), 8, 0.25))
+
+
+# ---- the command -----------------------------------------------------------------------------------------------------
+
+
+def plan(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert cli.main(["plan", *words]) == 0
+    return capsys.readouterr().out
+
+
+BASE = ("--model", "llama3-8b", "--gpus", "8", "--seq", "4096", "--global-batch", "32")
+
+
+def test_a_layout_as_table_and_json(capsys: pytest.CaptureFixture[str]) -> None:
+    layout = ("--tp", "2", "--pp", "2", "--sequence-parallel", "--tokens", "100")
+    text = plan(capsys, *BASE, *layout)
+    for word in ("weights", "moments", "activations", "bubble", "tokens/s", "of the peak", "100 billion tokens"):
+        assert word in text
+    facts = json.loads(plan(capsys, *BASE, *layout, "--json"))
+    assert facts["layout"]["dp"] == 2 and facts["memory"]["fits"] and len(facts["memory"]["ranks"]) == 2
+    assert facts["time"]["step"] == pytest.approx(sum(facts["time"]["kinds"].values()))
+    assert facts["run"]["device_hours"] == pytest.approx(facts["run"]["days"] * 24 * 8)
+
+
+def test_a_search_writes_a_run_that_train_accepts(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    facts = json.loads(plan(capsys, *BASE, "--out", str(path), "--json"))
+    assert facts["layouts"] > 50 and facts["best"] and facts["frontier"]
+    assert cli.main(["train", "--config", str(path), "--device", "cpu", "--print-config", "--json"]) == 0
+    config = json.loads(capsys.readouterr().out)["config"]
+    best = facts["best"][0]
+    assert {k: config["layout"][k] for k in ("tp", "pp", "dp")} == {k: best[k] for k in ("tp", "pp", "dp")}
+    assert config["train"]["micro_batch_size"] == best["micro_batch_size"] and config["model"]["num_layers"] == 32
+
+
+def test_the_model_of_a_run_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text('[model]\npreset = "llama-tiny"\n[layout]\ntp = 2\ndp = 2\n[train]\nglobal_batch_size = 8\n')
+    facts = json.loads(plan(capsys, "--config", str(path), "--gpu", "a100", "--json"))
+    assert facts["layout"]["tp"] == 2 and facts["devices"] == 4 and facts["global_batch_size"] == 8
+
+
+@pytest.mark.parametrize("kind", ["weak", "strong"])
+def test_scaling(capsys: pytest.CaptureFixture[str], kind: str) -> None:
+    rows: list[dict[str, Any]] = json.loads(plan(capsys, *BASE, "--tp", "2", "--scaling", kind, "--json"))["rows"]
+    assert [r["devices"] for r in rows][:3] == [8, 16, 32] and rows[0]["efficiency"] == 1.0
+    batches = {r["global_batch_size"] for r in rows}
+    assert (len(batches) == 1) == (kind == "strong") and rows[-1]["efficiency"] <= 1.001
+
+
+def test_what_isotron_cannot_run_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--model", "mixtral-8x7b", "--gpus", "64", "--tp", "4", "--pp", "2", "--global-batch", "64")
+    assert "isotron cannot run this: mixture of experts" in plan(capsys, *words)
+
+
+def test_out_of_memory_names_changes(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--model", "gpt3-175b", "--gpus", "64", "--tp", "8", "--pp", "8", "--micro-batch-size", "4")
+    text = plan(capsys, *words, "--global-batch", "1024")
+    assert "OUT OF MEMORY" in text and "changes that fit:" in text
+    assert len(re.findall(r"^  --\S.* GiB .* s$", text, re.M)) == 3
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--model", "llama3-80b", "--gpus", "8"), "the milestones are"),
+        (("--model", "llama2-7b"), "neither a number of devices nor a layout"),
+        (("--model", "llama3-8b", "--gpus", "9", "--tp", "2"), "which do not divide 9"),
+        (("--model", "llama3-8b", "--gpus", "8", "--tp", "2", "--dp", "2"), "= 4 devices"),
+        (("--model", "llama3-8b", "--gpus", "8", "--gpu", "h1000"), "the devices are"),
+        (("--model", "llama3-8b", "--gpus", "9", "--tp", "3"), "whole heads are dealt"),
+        (("--model", "mixtral-8x7b", "--gpus", "8", "--tp", "2", "--out", "x.toml"), "isotron cannot run this"),
+    ],
+)
+def test_refusals(capsys: pytest.CaptureFixture[str], words: tuple[str, ...], said: str) -> None:
+    assert cli.main(["plan", *words]) == 2
+    err = capsys.readouterr().err
+    assert said in err and "try:" in err
+
+
+def test_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "--help"]) == 0
+    text = capsys.readouterr().out
+    assert all(o.flag in text for o in OWN.values())
