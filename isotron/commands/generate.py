@@ -17,7 +17,9 @@ from isotron.config.schema import RunConfig, changed
 from isotron.core.errors import Problem, Refused
 
 OWN = {
-    "prompt": Option("prompt", "strs", (), "text to continue; repeat it for several; without it, lines of stdin"),
+    "prompt": Option(
+        "prompt", "strs", (), "text to continue; repeat it for several; without it, lines of stdin that are not blank"
+    ),
     "max_new_tokens": Option("max_new_tokens", "int", 64, "tokens to generate for each prompt", unit="tokens"),
     "temperature": Option("temperature", "float", 1.0, "0 takes the likeliest token, 1 samples as the model says"),
     "top_k": Option("top_k", "int", 0, "sample from the k likeliest tokens; 0 means all"),
@@ -94,7 +96,7 @@ def _ranges(values: Mapping[str, Any]) -> list[Problem]:
 
 
 def _from_stdin() -> tuple[str, ...]:
-    """One prompt a line; a terminal is asked for one."""
+    """One prompt a line that is not blank; a terminal is asked for one."""
     if sys.stdin.isatty():
         print("prompt, then Ctrl-D:", file=sys.stderr)
     prompts = tuple(line.rstrip("\n") for line in sys.stdin if line.strip())

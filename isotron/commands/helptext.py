@@ -12,6 +12,7 @@ from isotron.config.schema import MODELS
 from isotron.config.tables import CHOOSERS
 
 _WORDS = {"int": "N", "float": "X", "str": "TEXT", "bool": "", "ints": "N,N,..", "floats": "X,X,..", "strs": "TEXT .."}
+MANY = 6  # choices; more of them follow the help text instead of the option
 
 
 def options_help(usage: str, groups: Mapping[str, Iterable[Option]], closing: str = "") -> str:
@@ -26,16 +27,24 @@ def _lines(option: Option) -> list[str]:
     spelled = [option.flag, *(f for f, leaf in compat.ALIASES.items() if leaf == option.name and "_" not in f)]
     head = f"  {', '.join(spelled)} {_values(option)}".rstrip()
     text = option.help + _default(option)
+    if option.choices and len(option.choices) > MANY:
+        text += f"; one of {', '.join(map(str, option.choices))}"
     if option.families:
-        text += f" [{', '.join(option.families)} only]"
-    body = textwrap.wrap(text, 84, initial_indent=" " * 34, subsequent_indent=" " * 34)
+        text += f" [{_having(option.families)}]"
+    body = textwrap.wrap(text, 84, initial_indent=" " * 34, subsequent_indent=" " * 34, break_on_hyphens=False)
     if len(head) < 33 and body:
         return [f"{head:<34}{body[0].strip()}", *body[1:]]
     return [head, *body]
 
 
+def _having(families: tuple[str, ...]) -> str:
+    """The families that have an option, or the few that lack it."""
+    lacking = [name for name in MODELS if name not in families]
+    return f"not {', '.join(lacking)}" if len(lacking) <= 2 else f"{', '.join(families)} only"
+
+
 def _values(option: Option) -> str:
-    if option.choices and len(option.choices) <= 6:
+    if option.choices and len(option.choices) <= MANY:
         return "{" + ",".join(map(str, option.choices)) + "}"
     return _WORDS[option.kind]
 
@@ -53,4 +62,6 @@ def _default(option: Option) -> str:
         return f" (default: {'on; --no-' + option.flag[2:] + ' turns it off' if default else 'off'})"
     if default in ("", ()):
         return ""
+    if isinstance(default, tuple):
+        return f" (default: {' '.join(map(str, default))})"
     return f" (default: {default:g})" if isinstance(default, float) else f" (default: {default})"

@@ -45,7 +45,11 @@ def prepare(words: Sequence[str], extra: Mapping[str, Option], skip: Collection[
     # (what lies in the cache of the hub has another path than its name)
     from_hub = {"load": found.path} if found.weights_only and found.config is not None and not found.step else {}
     config = changed(loaded.config, **from_hub) if found.path else changed(loaded.config, load="")
-    vocab = 0 if {"tokenizer_model", "vocab_file", "merge_file", "tokenizer_type"} & set(skip) else _vocab(config)
+    vocab = (
+        0
+        if {"tokenizer_model", "vocab_file", "merge_file", "tokenizer_type"} & set(skip)
+        else tokenizer_entries(config)
+    )
     world = from_environment()
     size = None if world is None else world.size
     devices = device_count(config.train.device)
@@ -56,6 +60,8 @@ def prepare(words: Sequence[str], extra: Mapping[str, Option], skip: Collection[
     finished = finish(config, size, devices, vocab)
     notes = (*loaded.notes, *said, *_changes(config, finished))
     origins = {**loaded.provenance, **_derived(config, finished)}
+    if loaded.config.checkpoint.load and not found.path:
+        origins["load"] = f"{origins['load']}, which holds no checkpoint yet"
     return Prepared(finished, origins, notes, {k: g.value for k, g in loaded.flags.items()}, found)
 
 
@@ -81,7 +87,7 @@ def device_count(name: str) -> int:
     return device.count() if device.is_cuda(device.resolve("auto")) else 0
 
 
-def _vocab(config: RunConfig) -> int:
+def tokenizer_entries(config: RunConfig) -> int:
     """Entries of the tokenizer; 0 when no file is given, or one is missing (which a rule reports)."""
     from pathlib import Path
 
@@ -114,11 +120,17 @@ def show_config(prepared: Prepared, as_json: bool) -> str:
     return json.dumps({"config": tree, "provenance": dict(prepared.provenance), "notes": prepared.notes}, indent=2)
 
 
+def _is_rare(option: Option) -> bool:
+    """Whether an option stands behind the everyday ones of its section: how rotary positions are stretched."""
+    return option.name.startswith("rope_") and option.name != "rope_theta"
+
+
 def run_help(usage: str, extra: Mapping[str, Option], closing: str = "") -> str:
     """The options of a run by section, the command's own first."""
     own = {k: o for k, o in LOADER_OPTIONS.items() if not o.section}
     groups = {"[command]": [*own.values(), *extra.values()]}
     for section in SECTIONS:
         chosen = [o for o in LOADER_OPTIONS.values() if o.section == section]
-        groups[f"[{section}]"] = [*chosen, *(o for o in catalogue().values() if o.section == section)]
+        own_options = (o for o in catalogue().values() if o.section == section)
+        groups[f"[{section}]"] = [*chosen, *sorted(own_options, key=_is_rare)]
     return options_help(usage, groups, closing)

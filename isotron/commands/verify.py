@@ -5,8 +5,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from isotron.commands.run_options import JSON, prepare, run_help
+from isotron.commands.run_options import JSON, prepare, run_help, tokenizer_entries
 from isotron.config.catalogue import Option
+from isotron.config.schema import RunConfig, changed
+from isotron.core.errors import Refused
 
 OWN = {
     "inject": Option(
@@ -27,15 +29,25 @@ UNUSED = (
 
 def run(words: Sequence[str]) -> int:
     """Verify the layout that the words describe; returns 0 when every comparison passes, 1 when one fails."""
-    from isotron.config.schema import changed
     from isotron.train.selfcheck import main
 
     prepared = prepare([*words, "--device", "cpu"], OWN, UNUSED)
     for note in prepared.notes:
         print(f"note: {note}", file=sys.stderr)
     flags = prepared.flags
-    config = changed(prepared.config, device="cpu")
+    config = _with_vocabulary(changed(prepared.config, device="cpu"))
     return int(main(config, inject=flags.get("inject", ""), as_json=bool(flags.get("json"))))
+
+
+def _with_vocabulary(config: RunConfig) -> RunConfig:
+    """The config with the tokenizer's vocabulary size, for the report alone; a tokenizer is not needed to verify."""
+    if config.model.vocab_size:
+        return config
+    try:
+        return changed(config, vocab_size=tokenizer_entries(config))
+    except Refused as refused:
+        print(f"note: the vocabulary size is not known: {refused.problems[0].case}", file=sys.stderr)
+        return config
 
 
 def help_text() -> str:

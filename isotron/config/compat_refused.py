@@ -11,6 +11,8 @@ _STAGES = "layers are dealt to pipeline stages by number or by cost, the output 
 _CONTEXT = "context parallelism is not built yet"
 _EXPERT = "expert parallelism is not built yet"
 _BUILT = "this part is not built yet"
+_FP8 = ("8-bit training is not built yet", "--dtype bfloat16")
+_FP4 = ("4-bit training is not built yet", "--dtype bfloat16")
 
 # option: (case, fix)
 REFUSED: dict[str, tuple[str, str]] = {
@@ -39,6 +41,8 @@ REFUSED: dict[str, tuple[str, str]] = {
     "--data-parallel-sharding-strategy": (_ZERO, "--zero 1"),
     "--use-precision-aware-optimizer": ("masters and moments are always float32 (or float64)", _OUT),
     "--grad-reduce-in-bf16": ("gradients are always reduced in float32 (or float64)", _OUT),
+    "--fp8": _FP8,
+    "--fp4": _FP4,
     "--fp16-lm-cross-entropy": ("the loss is always summed in float32 or wider", _OUT),
     "--fp32-residual-connection": ("the residual stream has the dtype of the weights", "--dtype float32"),
     "--apply-query-key-layer-scaling": ("scores are never scaled by the layer number", _OUT),
@@ -99,8 +103,8 @@ REFUSED: dict[str, tuple[str, str]] = {
 # Beginnings of options of whole areas.
 PREFIXES: dict[str, tuple[str, str]] = {
     "--moe-": ("mixture-of-experts models are not built yet", _LLAMA),
-    "--fp8-": ("8-bit training is not built yet", "--dtype bfloat16"),
-    "--fp4-": ("4-bit training is not built yet", "--dtype bfloat16"),
+    "--fp8-": _FP8,
+    "--fp4-": _FP4,
     "--mtp-": ("multi-token prediction is not built yet", _OUT),
     "--retro-": ("retrieval models are not built yet", _OUT),
     "--rl-": ("reinforcement learning is not built yet", _OUT),

@@ -22,16 +22,17 @@ from isotron.core.errors import Problem, Refused
 # What a resumed run takes from its checkpoint: what decides the numbers, not where and on what it runs.
 RESUMED = ("model", "data", "tokenizer", "optim", "schedule", "train")
 NOT_RESUMED = ("device",)
-SHAPES = (
-    "num_layers",
-    "hidden_size",
-    "num_attention_heads",
-    "kv_heads",
-    "head_size",
-    "ffn",
-    "vocab_size",
-    "tie_embeddings",
-)
+# What the weights of a checkpoint fix: the option, and the property that says its value with defaults filled in.
+SHAPES = {
+    "num_layers": "num_layers",
+    "hidden_size": "hidden_size",
+    "num_attention_heads": "num_attention_heads",
+    "num_key_value_heads": "kv_heads",
+    "head_dim": "head_size",
+    "ffn_hidden_size": "ffn",
+    "vocab_size": "vocab_size",
+    "tie_embeddings": "tie_embeddings",
+}
 
 LOADER_OPTIONS = {
     "config": Option("config", "str", "", "TOML file with any of the sections below; flags override it"),
@@ -106,7 +107,10 @@ def _read_config(parsed: Parsed) -> tuple[dict[str, Any], str]:
     if "config" not in parsed.given:
         return {}, ""
     path = parsed.given["config"].value
-    leaves, problems = read_toml(path)
+    try:
+        leaves, problems = read_toml(path)
+    except Refused as refused:  # what follows without the file would not be the user's problems
+        raise Refused([*parsed.problems, *refused.problems]) from refused
     parsed.problems += problems
     return leaves, path
 
@@ -196,14 +200,17 @@ def _compare_model(
         return
     fields = MODELS[family].__dataclass_fields__
     old = MODELS[family](**{k: v for k, v in saved.items() if k in fields})
-    for name in SHAPES:
+    for leaf, name in SHAPES.items():
         was, now = getattr(old, name), getattr(config.model, name)
-        if was != now:
-            fix = f"{was} as in the checkpoint, or leave it out"
-            parsed.problems.append(Problem(f"--load with {name} {now}", f"the checkpoint's {name} is {was}", fix))
+        origin = merged[leaf][1] if leaf in merged else "default"
+        if was != now and origin not in ("default", "checkpoint"):  # else it follows from an option that is reported
+            given = origin.removeprefix("flag ") if origin.startswith("flag ") else f"{leaf} {now} ({origin})"
+            fix = f"--{leaf.replace('_', '-')} {str(was).lower()} as in the checkpoint, or leave it out"
+            parsed.problems.append(Problem(f"--load with {given}", f"the checkpoint's {leaf} is {was}", fix))
+            parsed.doubtful.add(leaf)
     for leaf in fields:
         was, now = getattr(old, leaf), getattr(config.model, leaf)
-        if was != now and leaf not in SHAPES and leaf not in ("num_key_value_heads", "head_dim", "ffn_hidden_size"):
+        if was != now and leaf not in SHAPES:
             parsed.notes.append(f"{leaf} is {now} ({merged[leaf][1]}), the checkpoint was trained with {was}")
 
 
@@ -226,6 +233,8 @@ def _say_defaults(parsed: Parsed, merged: Mapping[str, tuple[Any, str]], family:
         return
     origins = ("Megatron's default", "--defaults megatron")
     names = [f"{leaf} {value}" for leaf, (value, origin) in merged.items() if origin in origins]
+    if merged["lr"][1] == "default":
+        names.append(f"lr {merged['lr'][0]} (isotron's default, Megatron has none)")
     parsed.notes.append(
         f"model family {family.name} ({family.origin}); left to --defaults megatron: {', '.join(names) or 'nothing'}"
     )

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from math import isqrt
 from typing import Any
 
+from isotron.config.catalogue import catalogue
 from isotron.config.schema import RunConfig, value
 from isotron.core.errors import Problem
 
@@ -46,6 +47,11 @@ def flag(leaf: str) -> str:
 def asked(config: RunConfig, *leaves: str) -> str:
     """Options with their values, as typed."""
     return " ".join(f"{flag(leaf)} {_text(value(config, leaf))}" for leaf in leaves)
+
+
+def moved(config: RunConfig, *leaves: str) -> tuple[str, ...]:
+    """Those of the leaves that are not at their default: a message names no option that nobody gave."""
+    return tuple(leaf for leaf in leaves if value(config, leaf) not in (None, catalogue()[leaf].default))
 
 
 def _text(v: Any) -> str:

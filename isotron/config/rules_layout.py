@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from isotron.config.rules import Facts, Rule, asked, nearest_divisor
+from isotron.config.rules import Facts, Rule, asked, flag, moved, nearest_divisor
 from isotron.config.schema import RunConfig
 from isotron.core.errors import Problem, Refused
 from isotron.core.parallel.pipeline import registry
@@ -13,9 +13,18 @@ from isotron.core.parallel.split import model_costs
 def _heads_divide(c: RunConfig, f: Facts) -> Problem:
     d, h = c.model.hidden_size, c.model.num_attention_heads
     case = f"hidden_size {d} / {h} heads = {d / h:g}, and a head has a whole number of elements"
-    return Problem(
-        asked(c, "hidden_size", "num_attention_heads"), case, f"--num-attention-heads {nearest_divisor(d, h)}"
-    )
+    even = 2 if hasattr(c.model, "rope_theta") else 1  # rotary positions turn pairs
+    groups = getattr(c.model, "num_key_value_heads", 0) or 1
+    unit = h * even
+    sizes = [n for n in (d // unit * unit, d // unit * unit + unit) if n]
+    fits = [n for n in range(groups, d + 1, groups) if d % (n * even) == 0]
+    heads = [*fits[: sum(n < h for n in fits)][-1:], *[n for n in fits if n > h][:1]]
+    ways = [f"--hidden-size {_either(sizes)}", *([f"--num-attention-heads {_either(heads)}"] if heads else [])]
+    return Problem(asked(c, "hidden_size", "num_attention_heads"), case, ", or ".join(ways))
+
+
+def _either(values: list[int]) -> str:
+    return " or ".join(map(str, values))
 
 
 def _rotary_even(c: RunConfig, f: Facts) -> Problem:
@@ -25,12 +34,13 @@ def _rotary_even(c: RunConfig, f: Facts) -> Problem:
         return Problem(asked(c, "rope_percent"), case, "--rope-percent 1.0")
     case = f"rotary positions turn pairs of elements, and {_rotated(c)} of a head of {n} are to be turned"
     fix = f"--head-dim {n + n % 2} --rope-percent 1.0"
-    return Problem(asked(c, "hidden_size", "num_attention_heads", "head_dim", "rope_percent"), case, fix)
+    extra = moved(c, "head_dim", "rope_percent")
+    return Problem(asked(c, "hidden_size", "num_attention_heads", *extra), case, fix)
 
 
 def _rotated(c: RunConfig) -> int:
     """Elements of a head that are rotated; 2 for a family that does not rotate."""
-    return int(c.model.head_size * getattr(c.model, "rope_percent", 2 / c.model.head_size))
+    return int(c.model.head_size * c.model.rope_percent) if hasattr(c.model, "rope_percent") else 2
 
 
 def _longrope_broken(c: RunConfig, f: Facts) -> bool:
@@ -109,9 +119,9 @@ def _stage_list_broken(c: RunConfig, f: Facts) -> bool:
 def _stage_list(c: RunConfig, f: Facts) -> Problem:
     counts, stages, layers = c.layout.layers_per_stage, c.layout.stages, c.model.num_layers
     given = f"given are {len(counts)} that sum to {sum(counts)}"
-    case = f"{stages} stages (pp x vpp) need {stages} counts of 0 or more that sum to {layers}; {given}"
+    case = f"{stages} stages{_product(c)} need {stages} counts of 0 or more that sum to {layers}; {given}"
     return Problem(
-        asked(c, "layers_per_stage", "num_layers", "pp", "vpp"),
+        asked(c, "layers_per_stage", "num_layers", "pp", *moved(c, "vpp")),
         case,
         f"--layers-per-stage {even_split(layers, stages)}",
     )
@@ -120,7 +130,8 @@ def _stage_list(c: RunConfig, f: Facts) -> Problem:
 def _stage_list_and_ends(c: RunConfig, f: Facts) -> Problem:
     case = "layers_per_stage already names the layers of the first and the last stage"
     fix = "--first-stage-layers 0 --last-stage-layers 0"
-    return Problem(asked(c, "layers_per_stage", "first_stage_layers", "last_stage_layers"), case, fix)
+    ends = moved(c, "first_stage_layers", "last_stage_layers")
+    return Problem(asked(c, "layers_per_stage", *ends), case, fix)
 
 
 def _counts(c: RunConfig) -> list[int]:
@@ -140,17 +151,23 @@ def _ends(c: RunConfig, f: Facts) -> Problem:
     stages, layers = c.layout.stages, c.model.num_layers
     case = f"the {stages} stages must hold {layers} layers together, and these ends leave no such split"
     fix = "--first-stage-layers 0 --last-stage-layers 0"
-    return Problem(asked(c, "first_stage_layers", "last_stage_layers", "num_layers", "pp", "vpp"), case, fix)
+    ends = moved(c, "first_stage_layers", "last_stage_layers")
+    return Problem(asked(c, *ends, "num_layers", "pp", *moved(c, "vpp")), case, fix)
 
 
 def _empty_stage(c: RunConfig, f: Facts) -> Problem:
     layers, stages = c.model.num_layers, c.layout.stages
     pp = max(1, min(layers // registry.stages_per_rank(c.layout.schedule, c.layout.pp, 1), c.layout.pp))
-    case = f"{layers} layers over {stages} stages (pp x vpp) as {_counts(c)} leave a stage without a layer"
-    fix = (
-        f"--pp {pp} --vpp 1 --first-stage-layers 0 --last-stage-layers 0, or ask for empty stages by --layers-per-stage"
-    )
-    return Problem(asked(c, "num_layers", "pp", "vpp", "first_stage_layers", "last_stage_layers"), case, fix)
+    case = f"{layers} layers over {stages} stages{_product(c)} as {_counts(c)} leave a stage without a layer"
+    given = moved(c, "vpp", "first_stage_layers", "last_stage_layers")
+    back = "".join(f" {flag(leaf)} {int(leaf == 'vpp')}" for leaf in given)
+    fix = f"--pp {pp}{back}, or ask for empty stages by --layers-per-stage"
+    return Problem(asked(c, "num_layers", "pp", *given), case, fix)
+
+
+def _product(c: RunConfig) -> str:
+    """Where the number of stages comes from, where that is not pp alone."""
+    return "" if c.layout.chunks == 1 else f" ({c.layout.chunks} on each of pp {c.layout.pp} ranks)"
 
 
 def _recompute_units(c: RunConfig, f: Facts) -> Problem:
@@ -193,7 +210,7 @@ LAYOUT_RULES: tuple[Rule, ...] = (
          lambda c, f: not getattr(c.model, "head_dim", 0) and c.model.hidden_size % c.model.num_attention_heads != 0,
          _heads_divide),
     Rule("rotary heads are even", ("hidden_size", "num_attention_heads", "head_dim", "rope_percent"),
-         lambda c, f: hasattr(c.model, "rope_theta") and (_rotated(c) % 2 != 0 or _rotated(c) < 2), _rotary_even),
+         lambda c, f: c.model.head_size > 0 and (_rotated(c) % 2 != 0 or _rotated(c) < 2), _rotary_even),
     Rule("longrope factors", ("hidden_size", "num_attention_heads", "head_dim", "rope_percent", "rope_scaling",
                               "rope_short_factor", "rope_long_factor"), _longrope_broken, _longrope),
     Rule("groups divide heads", ("num_attention_heads", "num_key_value_heads"),

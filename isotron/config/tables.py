@@ -9,7 +9,7 @@ from typing import Any
 
 from isotron.config.catalogue import Option, catalogue, check_value
 from isotron.config.schema import MODELS, PRESETS, SECTIONS
-from isotron.core.errors import Problem
+from isotron.core.errors import Problem, refuse
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -49,15 +49,15 @@ def read_tables(tree: Mapping[str, Any], where: str) -> tuple[dict[str, Any], st
 
 
 def read_toml(path: str) -> tuple[dict[str, Any], list[Problem]]:
-    """Leaves of a TOML file and everything wrong with it."""
+    """Leaves of a TOML file and everything wrong with them; refused where there is no such file, or no TOML in it."""
     try:
         with open(path, "rb") as file:
             tree = tomllib.load(file)
-    except FileNotFoundError:
-        return {}, [Problem(f"--config {path}", "there is no such file", "--config with the path of a TOML file")]
+    except FileNotFoundError as error:
+        raise refuse(f"--config {path}", "there is no such file", "--config with the path of a TOML file") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
         example = "tables of the form\n        [layout]\n        tp = 2"
-        return {}, [Problem(f"--config {path}", f"it cannot be read as TOML: {error}", example)]
+        raise refuse(f"--config {path}", f"it cannot be read as TOML: {error}", example) from error
     leaves, _, problems = read_tables(tree, path)
     return leaves, problems
 

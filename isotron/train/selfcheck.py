@@ -145,14 +145,22 @@ def summarise(rows: list[Row]) -> dict[str, Row]:
     return found
 
 
+# option: the property that says its value with defaults filled in
+_AXES = {a: a for a in ("tp", "pp", "dp", "vpp", "sequence_parallel")}
+_AXES |= {"schedule": "schedule_name", "zero": "shards_optimizer", "recompute": "recompute"}
+_SIZES = {a: a for a in ("num_layers", "hidden_size", "num_attention_heads")}
+_SIZES |= {"num_key_value_heads": "kv_heads", "head_dim": "head_size", "ffn_hidden_size": "ffn"}
+_SIZES |= {"vocab_size": "vocab_size"}
+
+
 def report(config: RunConfig, case: Case, rows: list[Row], summary: dict[str, Row], passed: bool) -> list[str]:
     """The lines that are printed."""
     yours, tested = config.layout, case.layout
-    axes = ("tp", "pp", "dp", "vpp", "sequence_parallel", "schedule_name", "shards_optimizer", "recompute")
     lines = ["yours -> tested"]
-    lines += [f"  {a:<20} {_show(getattr(yours, a))} -> {_show(getattr(tested, a))}" for a in axes]
-    sizes = ("num_layers", "hidden_size", "num_attention_heads", "kv_heads", "head_size", "ffn", "vocab_size")
-    lines += [f"  {a:<20} {getattr(config.model, a)} -> {getattr(case.model, a)}" for a in sizes]
+    lines += [f"  {n:<20} {_show(getattr(yours, a))} -> {_show(getattr(tested, a))}" for n, a in _AXES.items()]
+    lines += [
+        f"  {n:<20} {getattr(config.model, a) or 'unknown'} -> {getattr(case.model, a)}" for n, a in _SIZES.items()
+    ]
     lines += ["", f"{tested.world} ranks against one process, float64, 5 steps, 3 microbatches"]
     lines.append(f"  {'':<28} {'difference':>12} {'of':>10} {'relative':>10}")
     for name, row in summary.items():

@@ -99,6 +99,10 @@ def test_help_shows_sections_defaults_and_both_spellings(capsys):
     assert "[layout]\n  --tp, --tensor-model-parallel-size" in out
     assert "(default: gpt 0.1, others 0.0)" in out and "--no-tensorboard" in out
     assert "[mistral, phi3, qwen2, qwen3 only]" in " ".join(out.split())
+    assert "[not gpt]" in out and "qwen3-8b" in out and "one of gpt, llama," in " ".join(out.split())
+    model = out[out.index("[model]") : out.index("[data]")]
+    assert model.index("--rope-theta") < model.index("--num-key-value-heads") < model.index("--rope-scaling ")
+    assert "each to files of its own (default: text)" in " ".join(run(["preprocess", "--help"], capsys)[1].split())
 
 
 @pytest.mark.parametrize(
@@ -241,6 +245,31 @@ def test_print_config_as_toml_and_json(capsys, started):
     assert from_dict(shown["config"]).model.hidden_size == 64 and shown["provenance"]["tp"] == "default"
 
 
+def test_print_config_says_that_load_found_nothing_yet(capsys, started, tmp_path):
+    code, out, _ = run(["train", *RUN, "--load", str(tmp_path), "--save", str(tmp_path), "--print-config"], capsys)
+    (line,) = (line for line in out.splitlines() if line.startswith("load ="))
+    assert code == 0 and line.startswith('load = ""') and line.endswith("holds no checkpoint yet")
+
+
+def test_verify_shows_options_and_the_real_vocabulary(capsys, started, monkeypatch):
+    found = []
+    monkeypatch.setattr("isotron.train.selfcheck.main", lambda config, **rest: found.append(config) or 0)
+    model = str(ROOT / "assets/demo_tokenizer/tokenizer.json")
+    assert run(["verify", *SMALL, "--tokenizer-model", model], capsys)[0] == 0
+    assert found[-1].model.vocab_size > 1000
+    assert run(["verify", *SMALL], capsys)[0] == 0 and found[-1].model.vocab_size == 0
+    from isotron.train.selfcheck import report, scaled_case
+
+    lines = "\n".join(report(found[-1], scaled_case(found[-1]), [], {}, True))
+    for line in (
+        "schedule             1f1b -> 1f1b",
+        "zero                 no -> no",
+        "vocab_size           unknown -> 131",
+    ):
+        assert line in lines, lines
+    assert "num_key_value_heads  4 ->" in lines and "head_dim             16 ->" in lines
+
+
 def test_notes_name_what_has_no_effect(capsys, started):
     err = run(["train", *RUN, "--transformer-impl", "local", "--sequence-parallel"], capsys)[2]
     assert (
@@ -318,3 +347,12 @@ def test_lines_that_cannot_run_say_what_to_do(workspace, line, part):
     result = launch(line)
     assert result.returncode == 2 and part in result.stderr
     three_lines(result.stderr)
+
+
+def test_blank_lines_of_stdin_are_no_prompts(monkeypatch):
+    from io import StringIO
+
+    from isotron.commands.generate import _from_stdin
+
+    monkeypatch.setattr(sys, "stdin", StringIO("a b\n\n  \nc\n"))
+    assert _from_stdin() == ("a b", "c")

@@ -209,9 +209,35 @@ def test_the_defaults_lack_only_what_nobody_can_guess():
     assert {p.asked.split()[0] for p in check(RunConfig())} == {"--train-iters", "--vocab-size", "--data-path"}
 
 
+@pytest.mark.parametrize(
+    ("line", "fix"),
+    [
+        ("--hidden-size 66", "--hidden-size 64 or 72, or --num-attention-heads 3 or 11"),
+        ("--hidden-size 66 --family gpt", "--hidden-size 64 or 68, or --num-attention-heads 3 or 6"),
+        ("--hidden-size 67", "--hidden-size 64 or 72"),
+        ("--hidden-size 2 --num-attention-heads 3", "--hidden-size 6, or --num-attention-heads 1"),
+    ],
+)
+def test_a_width_that_does_not_divide_names_the_nearest_that_do(line, fix):
+    (problem,) = names_broken(line, {})[1]
+    assert problem.fix == fix
+    for way in fix.split(", or "):
+        flag, _, values = way.partition(" ")
+        for number in values.split(" or "):
+            assert names_broken(f"{line} {flag} {number}", {}) == (set(), [])
+
+
+def test_a_message_about_stages_names_only_what_was_given():
+    (problem,) = names_broken("--pp 8", {})[1]
+    assert problem.asked == "--num-layers 4 --pp 8" and problem.fix.startswith("--pp 4, or ask")
+    assert "vpp" not in str(problem)
+    (problem,) = names_broken("--pp 4 --vpp 2", {})[1]
+    assert problem.asked == "--num-layers 4 --pp 4 --vpp 2" and "8 stages (2 on each of pp 4 ranks)" in problem.case
+
+
 def test_a_v_with_too_few_layers_says_how_many_ranks_work():
     _, (problem,) = names_broken("--pp 4 --schedule v-min", {})
-    assert problem.fix.startswith("--pp 2 --vpp 1")
+    assert problem.fix.startswith("--pp 2, or")
     assert names_broken("--pp 2 --schedule v-min", {}) == (set(), [])
 
 

@@ -127,6 +127,30 @@ def test_the_checkpoint_fixes_the_model():
     assert any("trained with 10000.0" in note for note in notes) and config.model.ffn == 2048
 
 
+def test_a_config_that_cannot_be_read_is_reported_without_what_would_follow(tmp_path):
+    broken = tmp_path / "run.toml"
+    broken.write_text("[model\n")
+    for path, said in (("nowhere.toml", "there is no such file"), (str(broken), "cannot be read as TOML")):
+        with pytest.raises(Refused, match=said) as refused:
+            read(["--config", path, "--activation", "gelu", "--train-samples", "7", "--bogus"])
+        assert [p.asked for p in refused.value.problems] == ["--bogus", f"--config {path}"]
+
+
+def test_another_size_than_the_checkpoints_is_one_problem_by_its_option(tmp_path):
+    saved = to_dict(changed(load(["--family", "llama"])[0], vocab_size=100))
+    loaded = read(["--hidden-size", "384", "--num-attention-heads", "6"], saved)
+    assert [(p.asked, p.fix.split(" as ")[0]) for p in loaded.problems] == [
+        ("--load with --hidden-size 384", "--hidden-size 768"),
+        ("--load with --num-attention-heads 6", "--num-attention-heads 12"),
+    ]
+    assert {"hidden_size", "num_attention_heads"} <= loaded.doubtful
+    assert "--load with --num-query-groups 3" in problems("--num-query-groups 3", saved)
+    file = tmp_path / "run.toml"
+    file.write_text("[model]\nffn_hidden_size = 64\n")
+    (problem,) = read(["--config", str(file)], saved).problems
+    assert problem.asked == f"--load with ffn_hidden_size 64 ({file})" and "--ffn-hidden-size 2048 as" in problem.fix
+
+
 def test_the_decay_follows_a_continued_run_unless_it_was_given():
     saved = to_dict(changed(RunConfig(), train_iters=10, lr_decay_iters=10))
     config, _, notes = load(["--train-iters", "20"], saved)
@@ -142,6 +166,8 @@ def test_megatron_defaults_are_named():
     assert config.model.family == "gpt" and config.train.train_iters == 500000 and config.optim.adam_beta2 == 0.999
     assert origin["train_iters"] == "--defaults megatron" and "train_iters 500000" in notes[0]
     assert load(["--defaults", "megatron", "--train-iters", "3"])[0].train.train_iters == 3
+    assert "lr 0.0003 (isotron's default" in notes[0]
+    assert "lr 0.0003" not in load(["--defaults", "megatron", "--lr", "0.0003"])[2][0]
 
 
 def test_a_spelling_never_changes_the_model():
