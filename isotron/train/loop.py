@@ -72,20 +72,26 @@ def train(run: Run) -> int:
         for batches in feed:
             with tracer.step(state.step + 1, len(batches)):
                 one_step(run, batches)
-            stopping = run.stop.agreed(state.ranks.group)
-            if stopping or _due(state.step, cfg.checkpoint.save_interval) or state.step == cfg.train.train_iters:
+            if run.stop.agreed(state.ranks.group):
+                return stopped(run)
+            if _due(state.step, cfg.checkpoint.save_interval) or state.step == cfg.train.train_iters:
                 save(run)
-            if stopping:
-                run.metrics.event("stopped", signal=run.stop.name)
-                return EXIT_SIGNALLED
-            if run.valid_data is not None and _due(state.step, cfg.train.eval_interval):
-                evaluate(run)
+            if run.valid_data is not None and _due(state.step, cfg.train.eval_interval) and evaluate(run) is None:
+                return stopped(run)
     if run.saved_step != state.step:
         save(run)
-    if run.valid_data is not None and not _due(state.step, cfg.train.eval_interval):
-        evaluate(run)
+    if run.valid_data is not None and not _due(state.step, cfg.train.eval_interval) and evaluate(run) is None:
+        return stopped(run)
     run.metrics.event("finished")
     return EXIT_OK
+
+
+def stopped(run: Run) -> int:
+    """End as a signal asked: with a checkpoint of the last step."""
+    if run.saved_step != run.state.step:
+        save(run)
+    run.metrics.event("stopped", signal=run.stop.name)
+    return EXIT_SIGNALLED
 
 
 def one_step(run: Run, batches: Sequence[Any]) -> None:
@@ -136,8 +142,11 @@ def save(run: Run) -> None:
     run.metrics.say(f"isotron: saved {path}")
 
 
-def evaluate(run: Run) -> float:
-    """Loss per token on the first `eval_iters` global batches of the validation data, the same on every rank."""
+def evaluate(run: Run) -> float | None:
+    """Loss per token on the first `eval_iters` global batches of the validation data, the same on every rank.
+
+    None when all ranks were told to stop meanwhile: whoever sends the signal does not wait for an evaluation.
+    """
     state, cfg = run.state, run.state.config
     total, tokens, started = 0.0, 0, time.perf_counter()
     with run.watchdog.phase("evaluation"):
@@ -147,6 +156,8 @@ def evaluate(run: Run) -> float:
             total += state.model.sum_terms(terms, ["loss"])[0]
             tokens += int(state.model.count_tokens(batches))
             run.watchdog.beat(state.step)
+            if run.stop.agreed(state.ranks.group):
+                return None
     loss = total / max(tokens, 1)
     run.metrics.evaluation(state.step, "valid", loss, tokens, time.perf_counter() - started)
     return loss

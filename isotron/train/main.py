@@ -16,6 +16,7 @@ from typing import Any
 from isotron.config.schema import RunConfig, changed, to_toml
 from isotron.core import device as devices
 from isotron.core.checkpoint.disk import free_bytes
+from isotron.core.checkpoint.save import SPARE_BYTES
 from isotron.core.errors import refuse
 from isotron.core.mesh import AXES, Mesh
 from isotron.core.optim.adamw import AdamW
@@ -199,16 +200,16 @@ def datasets(state: TrainState, eod: int | None, say: Callable[[str], None]) -> 
 
 
 def check_space(state: TrainState, directory: Path) -> None:
-    """Refuse at start when not even one checkpoint fits on the disk."""
+    """Refuse at start when not even one checkpoint fits on the disk, with the room that saving wants to leave."""
     model = state.model
     per_element = model.dtype.itemsize + (12 if state.optimizer.own_masters else 2 * model.dtype.itemsize)
-    needed = model.count_parameters() * per_element
+    needed = model.count_parameters() * per_element + SPARE_BYTES
     where = next(p for p in (directory, *directory.resolve().parents) if p.exists())
     free = free_bytes(where)
     if free < needed:
         raise refuse(
             f"checkpoints in {directory}",
-            f"one takes {needed / 1e9:.2f} GB and {free / 1e9:.2f} GB are free",
+            f"one takes {needed / 1e9:.3f} GB and {free / 1e9:.3f} GB are free",
             "--save with a directory on a larger disk, or free some space",
         )
 

@@ -14,6 +14,7 @@ import pytest
 
 from isotron.cli import main
 from isotron.core.checkpoint.ranks import SingleRank
+from isotron.core.checkpoint.save import SPARE_BYTES
 from isotron.core.errors import Refused, refuse_file
 from isotron.supervise import run_local
 from isotron.train import places
@@ -97,3 +98,12 @@ def test_a_run_outlives_whoever_reads_its_lines(tmp_path: Path, after: str, worl
     subprocess.run(["bash", "-c", script], timeout=120, check=True, cwd=Path(__file__).parents[2], capture_output=True)
     assert (tmp_path / "code").read_text() == "0\n"
     assert (tmp_path / "latest").read_text().strip() == "step_00000030"
+
+
+def test_a_disk_that_no_save_would_fit_on_is_refused_at_the_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("isotron.train.main.free_bytes", lambda path: SPARE_BYTES)
+    assert main([*TINY, "--run-dir", str(tmp_path)]) == 2
+    said = capsys.readouterr()
+    assert "are free" in said.err and "iteration" not in said.out
