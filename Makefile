@@ -42,5 +42,6 @@ $(BIN)/python:
 	    echo "cannot make a virtual environment (Debian and Ubuntu: apt install python3-venv)"; exit 1; }
 
 $(VENV)/.installed-%: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "installing isotron and what it needs into $(VENV) (once; torch is large, this takes minutes without a line)"
 	$(BIN)/python -m pip install --quiet $(PIP_ARGS) -c constraints.txt -e '.[$*]'
 	@touch $@
