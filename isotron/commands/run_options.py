@@ -10,7 +10,7 @@ from typing import Any
 from isotron.commands.helptext import options_help
 from isotron.config.catalogue import Option, catalogue
 from isotron.config.check import check, finish
-from isotron.config.load import LOADER_OPTIONS, Loaded, read
+from isotron.config.load import LOADER_OPTIONS, RESUMED, Loaded, read
 from isotron.config.resume import Found, find_checkpoint
 from isotron.config.schema import SECTIONS, RunConfig, changed, to_dict, to_toml
 from isotron.core.errors import Problem, Refused
@@ -53,8 +53,9 @@ def prepare(words: Sequence[str], extra: Mapping[str, Option], skip: Collection[
     world = from_environment()
     size = None if world is None else world.size
     devices = device_count(config.train.device)
+    unread = _unread(loaded) if problems else set()
     problems = [*loaded.problems, *problems]
-    problems += check(config, size, devices, vocab, {*skip, *loaded.doubtful})
+    problems += check(config, size, devices, vocab, {*skip, *loaded.doubtful, *unread})
     if problems:
         raise Refused(problems)
     finished = finish(config, size, devices, vocab)
@@ -67,6 +68,11 @@ def prepare(words: Sequence[str], extra: Mapping[str, Option], skip: Collection[
 
 def _places(loaded: Loaded) -> tuple[str, str]:
     return loaded.config.checkpoint.load, loaded.config.checkpoint.save
+
+
+def _unread(loaded: Loaded) -> set[str]:
+    """Leaves that a checkpoint would have given, had it been found: what they lack is no problem of the command."""
+    return {n for n, o in catalogue().items() if o.section in RESUMED and loaded.provenance.get(n) == "default"}
 
 
 def _caught(problems: list[Problem], default: Any, action: Callable[[], Any]) -> Any:

@@ -157,7 +157,7 @@ def report(config: RunConfig, case: Case, rows: list[Row], summary: dict[str, Ro
     """The lines that are printed."""
     yours, tested = config.layout, case.layout
     lines = ["yours -> tested"]
-    lines += [f"  {n:<20} {_show(getattr(yours, a))} -> {_show(getattr(tested, a))}" for n, a in _AXES.items()]
+    lines += [f"  {n:<20} {_axis(yours, a)} -> {_axis(tested, a)}" for n, a in _AXES.items()]
     lines += [
         f"  {n:<20} {getattr(config.model, a) or 'unknown'} -> {getattr(case.model, a)}" for n, a in _SIZES.items()
     ]
@@ -176,5 +176,8 @@ def report(config: RunConfig, case: Case, rows: list[Row], summary: dict[str, Ro
     return lines
 
 
-def _show(value: Any) -> str:
-    return {True: "yes", False: "no"}.get(value, str(value)) if isinstance(value, bool) else str(value)
+def _axis(layout: Layout, name: str) -> str:
+    value = getattr(layout, name)
+    if name == "shards_optimizer":  # the stage of ZeRO, with -1 (by dp) resolved
+        return str(int(value))
+    return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)

@@ -171,6 +171,13 @@ def test_all_problems_of_a_command_together(capsys, started):
     ] * 4
 
 
+def test_a_checkpoint_that_is_not_found_is_reported_without_what_it_would_have_given(capsys, started):
+    code, _, err = run(["train", "--load", "nowhere", "--hidden-size", "130", "--device", "cpu"], capsys)
+    assert code == 2 and [b[0] for b in three_lines(err)] == ["asked:  --load nowhere"]
+    err = run(["train", "--load", "nowhere", "--lr", "1", "--min-lr", "2", "--device", "cpu"], capsys)[2]
+    assert [b[0] for b in three_lines(err)] == ["asked:  --load nowhere", "asked:  --min-lr 2.0 --lr 1.0"]
+
+
 def test_train_starts_the_processes_of_the_layout(capsys, started, tmp_path):
     save = str(tmp_path / "run")
     code, _, err = run(["train", *RUN, "--tp", "2", "--pp", "2", "--save", save, "--load", save], capsys)
@@ -263,7 +270,7 @@ def test_verify_shows_options_and_the_real_vocabulary(capsys, started, monkeypat
     lines = "\n".join(report(found[-1], scaled_case(found[-1]), [], {}, True))
     for line in (
         "schedule             1f1b -> 1f1b",
-        "zero                 no -> no",
+        "zero                 0 -> 0",
         "vocab_size           unknown -> 131",
     ):
         assert line in lines, lines
