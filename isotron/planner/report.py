@@ -178,7 +178,7 @@ def search_lines(s: Mapping[str, Any], limit: float) -> list[str]:
     lines = [f"{s['layouts']} legal layouts, {s['fitting']} fit into {limit / GIB:.1f} GiB", "", "fastest", HEAD]
     lines += [candidate_line(r) for r in s["best"]]
     lines += ["", "frontier: nothing is both faster and smaller", HEAD]
-    lines += [candidate_line(r) for r in s["frontier"]]
+    lines += [candidate_line(r) + ("" if r["memory"] <= limit else "  over the limit") for r in s["frontier"]]
     for r in s["compared"]:
         lines += ["", f"to compare, not built here ({', '.join(r['unbuilt'])})", HEAD, candidate_line(r)]
     return [*lines, "", s["why"]]

@@ -201,20 +201,31 @@ def why(found: Found) -> str:
     if not found.compared:
         return f"{name}: ZeRO-3 cannot spread this batch over all devices or does not fit, so weights are cut instead."
     other = min(found.compared, key=lambda c: c.time)
-    waits, ratio = other.seconds.zero3 / other.time, other.time / chosen.time
+    rival, ratio = f"ZeRO-3 (tp {other.job.layout.tp})", other.time / chosen.time
     if ratio > 1.02:
-        reason = (
-            f"it waits {waits:.0%} of the step for weights that every microbatch gathers again"
-            if waits > 0.05
-            else "its larger share of the batch per device costs more than the transfers it saves"
-        )
-        return f"{name} takes {1 / ratio:.0%} of the time of ZeRO-3 (tp {other.job.layout.tp}): {reason}."
+        return f"{name} takes {1 / ratio:.0%} of the time of {rival}, which {_excess(other, chosen)}."
     if ratio < 0.98:
-        return (
-            f"ZeRO-3 (tp {other.job.layout.tp}) would take {ratio:.0%} of the time of {name}, since its gathers hide "
-            "behind computing and it has no bubble; isotron does not have it yet."
-        )
-    return f"{name} and ZeRO-3 take the same time within 2 %; cutting weights keeps communication inside nodes."
+        own = _excess(chosen, other)
+        return f"{rival} would take {ratio:.0%} of the time of {name}, which {own}; isotron does not have it yet."
+    return f"{name} and {rival} take the same time within 2 %; cutting weights keeps communication inside nodes."
+
+
+_REASONS = {
+    "products": "loses {:.0%} of its step to smaller matrix products",
+    "recompute": "fits only by computing again, {:.0%} of its step",
+    "tp": "spends {:.0%} of its step more on sums between tensor-parallel ranks",
+    "zero3": "waits {:.0%} of its step for weights that every microbatch gathers again",
+    "bubble": "is idle {:.0%} of its step longer in the pipeline's bubble",
+    "dp": "waits {:.0%} of its step longer for gradients to meet",
+    "pp": "waits {:.0%} of its step longer between pipeline stages",
+}
+
+
+def _excess(slow: Candidate, fast: Candidate) -> str:
+    """What the slower one spends most more time on."""
+    more = {k: getattr(slow.seconds, k) - getattr(fast.seconds, k) for k in _REASONS}
+    kind = max(more, key=lambda k: more[k])
+    return _REASONS[kind].format(max(0.0, more[kind]) / slow.time)
 
 
 def _nothing(job: Job, devices: int) -> Exception:

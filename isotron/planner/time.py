@@ -152,7 +152,7 @@ def closed_span(job: Job, ranks: list[float]) -> float:
     if name == "interleaved":
         rest /= v
     elif name in ("zb-h1", "zbv", "v-half", "v-min", "dualpipev"):
-        rest *= {"zb-h1": 1 / 3, "zbv": 0.05, "v-half": 0.5, "v-min": 2 / 3, "dualpipev": 0.15}[name]
+        rest *= {"zb-h1": 0.45, "zbv": 0.2, "v-half": 0.5, "v-min": 2 / 3, "dualpipev": 0.15}[name]
     elif name == "zb-h2":
         rest *= 0.1
     return m * busiest + rest

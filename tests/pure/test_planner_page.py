@@ -1,0 +1,71 @@
+"""What docs/planner.md says is what the planner finds."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from isotron.config.schema import PRESETS
+from isotron.core.parallel.plan import Layout
+from isotron.planner.block_time import Place
+from isotron.planner.calibrate import scores, split
+from isotron.planner.efficiency import fitted, stack_for
+from isotron.planner.hardware import GIB, find
+from isotron.planner.job import Job
+from isotron.planner.memory import plan_memory
+from isotron.planner.published import cases
+from isotron.planner.search import MARGIN, search
+from isotron.planner.shapes import MILESTONES
+from isotron.planner.time import step_seconds
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "planner.md").read_text(encoding="utf-8")
+
+
+def table(pattern: str) -> list[tuple[str, ...]]:
+    return re.findall(pattern, PAGE, re.M)
+
+
+def test_the_errors_on_the_page() -> None:
+    rows = table(r"^\| (\w+) \| (\d+) \| ([\d.]+) % \| (\d+) % \| (\d+) \| ([\d.]+|-)(?: %)? \| (\d+|-)(?: %)? \|$")
+    train, held = split(cases())
+    found = {s.source: s for s in scores(train, fitted())}, {s.source: s for s in scores(held, fitted())}
+    assert {r[0] for r in rows} == set(found[0]) | set(found[1])
+    for source, *numbers in rows:
+        for part, (runs, median, worst) in zip(found, (numbers[:3], numbers[3:]), strict=True):
+            s = part.get(source)
+            assert int(runs) == (s.runs if s else 0), source
+            if s is not None:
+                assert 100 * s.median == pytest.approx(float(median), abs=0.06)
+                assert 100 * s.worst == pytest.approx(float(worst), abs=0.6)
+
+
+GUIDE = table(r"^\| ([\w.-]+) \| (\d+) \| (\d+) \| (\d+) \| (tp \d+ x pp \d+ x dp \d+) \|$")
+
+
+@pytest.mark.parametrize(("name", "devices", "batch", "seq", "said"), GUIDE)
+def test_the_guide_says_what_a_search_finds(name: str, devices: str, batch: str, seq: str, said: str) -> None:
+    config = replace(MILESTONES[name][0] if name in MILESTONES else PRESETS[name], max_position_embeddings=int(seq))
+    place = Place(find("h100"), stack_for("h100"))
+    job = Job(config, Layout(dp=1), int(seq), 1, int(batch))
+    best = search(job, int(devices), place, place.device.memory * MARGIN, 3).best[0].job.layout
+    assert f"tp {best.tp} x pp {best.pp} x dp {best.dp}" == said
+
+
+EXAMPLE = table(r"^\| (\d) \| (none|selective|full) \| (yes|no) \| (\d) \| (\d+) \| (\d+) \|")
+
+
+@pytest.mark.parametrize(("micro", "recompute", "sp", "vpp", "gib", "seconds"), EXAMPLE)
+def test_the_175b_example(micro: str, recompute: str, sp: str, vpp: str, gib: str, seconds: str) -> None:
+    schedule = "interleaved" if vpp != "1" else "1f1b"
+    layout = Layout(8, 8, 1, int(vpp), sp == "yes", 0, schedule, recompute=recompute)
+    job = Job(MILESTONES["gpt3-175b"][0], layout, 2048, int(micro), 1024)
+    device = find("a100-80")
+    assert max(b.total for b in plan_memory(job, device.context)) / GIB == pytest.approx(float(gib), abs=0.6)
+    assert step_seconds(job, Place(device, stack_for("a100-80"))).total == pytest.approx(float(seconds), rel=0.02)
+
+
+def test_the_page_has_its_tables() -> None:
+    assert len(GUIDE) >= 5 and len(EXAMPLE) >= 6
