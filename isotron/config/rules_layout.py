@@ -58,6 +58,11 @@ def _longrope(c: RunConfig, f: Facts) -> Problem:
     return Problem(asked(c, *leaves), case, f"--rope-short-factor {ones} --rope-long-factor {ones}")
 
 
+def _dynamic(c: RunConfig, f: Facts) -> Problem:
+    case = f"dynamic stretches every pair but the first, and {_rotated(c)} elements of a head are one pair"
+    return Problem(asked(c, "rope_scaling", "head_dim", "rope_percent"), case, "--head-dim 4 --rope-percent 1.0")
+
+
 def _groups(c: RunConfig, f: Facts) -> Problem:
     h, k = c.model.num_attention_heads, c.model.kv_heads
     case = f"each key/value head serves the same number of query heads, and {h} / {k} = {h / k:g}"
@@ -213,6 +218,9 @@ LAYOUT_RULES: tuple[Rule, ...] = (
          lambda c, f: c.model.head_size > 0 and (_rotated(c) % 2 != 0 or _rotated(c) < 2), _rotary_even),
     Rule("longrope factors", ("hidden_size", "num_attention_heads", "head_dim", "rope_percent", "rope_scaling",
                               "rope_short_factor", "rope_long_factor"), _longrope_broken, _longrope),
+    Rule("dynamic stretch has pairs", ("hidden_size", "num_attention_heads", "head_dim", "rope_percent",
+                                       "rope_scaling"),
+         lambda c, f: getattr(c.model, "rope_scaling", "none") == "dynamic" and _rotated(c) < 4, _dynamic),
     Rule("groups divide heads", ("num_attention_heads", "num_key_value_heads"),
          lambda c, f: c.model.num_attention_heads % c.model.kv_heads != 0, _groups),
     Rule("tp divides heads", ("tp", "num_attention_heads"),

@@ -63,6 +63,23 @@ def _search(c: RunConfig, f: Facts) -> Problem:
     return Problem(asked(c, "schedule_memory", "schedule", "pp"), case, fix)
 
 
+def _search_problem(c: RunConfig) -> Problem | None:
+    """Whether the search finds a schedule within the memory, for the microbatches that every step has."""
+    layout, train = c.layout, c.train
+    if layout.schedule_memory <= 0 or layout.schedule != "auto" or layout.pp == 1 or _search_costs_broken(c, Facts()):
+        return None
+    microbatches = train.global_batch_size // max(1, train.micro_batch_size * max(layout.dp, 1))
+    try:
+        layout.table(max(1, microbatches))
+    except Refused as refused:
+        return refused.problems[0]
+    return None
+
+
+def _search_fails(c: RunConfig, f: Facts) -> Problem:
+    return _search_problem(c) or Problem(asked(c, "schedule_memory"), "no schedule fits", "--schedule-memory 0")
+
+
 def _search_costs_broken(c: RunConfig, f: Facts) -> bool:
     try:
         library.costs_of(c.layout.schedule_costs)
@@ -129,6 +146,8 @@ PIPELINE_RULES: tuple[Rule, ...] = (
          lambda c, f: _file_problem(c) is not None, _table_file),
     Rule("a schedule to search", ("schedule", "schedule_memory", "pp"),
          lambda c, f: c.layout.schedule_memory > 0 and (c.layout.schedule != "auto" or c.layout.pp == 1), _search),
+    Rule("a search that finds", ("schedule", "schedule_memory", "schedule_costs", "pp", "vpp", "dp",
+                                 "global_batch_size", "micro_batch_size"), lambda c, f: _search_problem(c) is not None, _search_fails),
     Rule("costs of the search", ("schedule_costs", "schedule_memory"), _search_costs_broken, _search_costs),
     Rule("groups of microbatches", ("microbatch_group", "schedule", "pp", "vpp"),
          lambda c, f: c.layout.microbatch_group > 0

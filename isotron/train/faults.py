@@ -174,6 +174,7 @@ class FiniteGuard:
 
     def __init__(self, skipped: int = 0, limit: int = MAX_CONSECUTIVE_SKIPS) -> None:
         self.skipped, self.nan, self.consecutive, self.limit = skipped, 0, 0, limit
+        self.last = 0.0, 0.0, 0  # loss, norm and number of the last step
 
     def check(self, loss: float, norm: float, skipped: bool, step: int, scale_can_fall: bool = False) -> None:
         """Take in one step; refuses to go on after `limit` skipped steps in a row.
@@ -182,6 +183,7 @@ class FiniteGuard:
         does not count towards the limit. Loss and norm are equal on all ranks, so all ranks refuse together.
         """
         finite_loss = math.isfinite(loss)
+        self.last = loss, norm, step
         self.nan += not finite_loss
         self.skipped += skipped
         if not skipped:
@@ -191,6 +193,11 @@ class FiniteGuard:
         if self.consecutive >= self.limit:
             raise self._refusal(loss, norm, step)
 
+    def end(self) -> None:
+        """The run is over: it failed when its last loss was not finite."""
+        if not math.isfinite(self.last[0]):
+            raise self._refusal(*self.last)
+
     def _refusal(self, loss: float, norm: float, step: int) -> Exception:
         if math.isfinite(loss):
             cause = "the loss is finite and its gradient is not: something overflows in the backward"
@@ -198,7 +205,7 @@ class FiniteGuard:
             cause = "the loss itself is not finite: the weights, or the data of these steps, are the cause"
         return refuse(
             f"training on after step {step}",
-            f"the last {self.limit} steps were skipped (loss {loss:g}, gradient norm {norm:g}); {cause}",
+            f"the last {self.consecutive} steps were skipped (loss {loss:g}, gradient norm {norm:g}); {cause}",
             "resume from a checkpoint before it with a smaller --lr, a longer --lr-warmup-iters or --dtype float32",
             exit_code=EXIT_FAILED,
         )

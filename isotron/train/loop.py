@@ -82,6 +82,7 @@ def train(run: Run) -> int:
         save(run)
     if run.valid_data is not None and not _due(state.step, cfg.train.eval_interval) and evaluate(run) is None:
         return stopped(run)
+    run.guard.end()
     run.metrics.event("finished")
     return EXIT_OK
 

@@ -207,3 +207,13 @@ def test_the_search_for_a_loss_scale_does_not_count_and_a_nan_loss_does():
 
 def test_exit_codes_differ():
     assert len({0, 1, 2, EXIT_STUCK, EXIT_SIGNALLED}) == 5 and EXIT_SIGNALLED == 128 + signal.SIGTERM
+
+
+def test_a_run_that_ends_without_a_finite_loss_has_failed() -> None:
+    guard = FiniteGuard()
+    guard.check(2.0, 1.0, False, 1)
+    guard.end()
+    guard.check(float("nan"), 1.0, True, 2)
+    with pytest.raises(Refused, match="the last 1 steps were skipped") as caught:
+        guard.end()
+    assert caught.value.exit_code == 1

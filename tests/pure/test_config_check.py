@@ -26,6 +26,9 @@ BOTH_SIDES: dict[str, tuple[str, str, dict]] = {
     "longrope factors": ("--rope-scaling longrope --head-dim 4 --rope-short-factor 1.0,2.0",
                          "--rope-scaling longrope --head-dim 4 --rope-short-factor 1.0,2.0 "
                          "--rope-long-factor 1.0,4.0", {}),
+    "dynamic stretch has pairs": ("--head-dim 2 --rope-scaling dynamic", "--head-dim 4 --rope-scaling dynamic", {}),
+    "a search that finds": ("--pp 2 --schedule-memory 0.5 --global-batch-size 4",
+                            "--pp 2 --schedule-memory 2 --global-batch-size 4", {}),
     "groups divide heads": ("--num-key-value-heads 3", "--num-key-value-heads 2", {}),
     "tp divides heads": ("--tp 8", "--tp 4", {}),
     "tp and groups divide": ("--num-attention-heads 12 --head-dim 16 --num-key-value-heads 6 --tp 4",

@@ -77,4 +77,5 @@ def test_the_first_step_is_megatrons() -> None:
     """The N-th step uses the rate after N - 1 updates: the start of warm-up, or the full rate without one."""
     assert learning_rate(replace(BASE, lr_warmup_init=0.25), 0) == 0.25
     for style in ("constant", "linear", "cosine", "inverse-square-root", "WSD"):
-        assert learning_rate(replace(BASE, lr_warmup_iters=0, lr_decay_style=style, lr_wsd_decay_iters=10), 0) == BASE.lr
+        cfg = replace(BASE, lr_warmup_iters=0, lr_decay_style=style, lr_wsd_decay_iters=10)
+        assert learning_rate(cfg, 0) == BASE.lr

@@ -11,7 +11,6 @@ from isotron.core import comm
 from isotron.core.mesh import AXES
 from isotron.core.parallel.model import ParallelModel
 
-
 BLOCK = 1 << 20  # elements at a time: the numbers of a block are 64 bits wide
 
 
