@@ -36,6 +36,7 @@ OWN = {
     "scaling": Option("scaling", "str", "", "curve over numbers of devices", choices=("", "weak", "strong")),
     "top": Option("top", "int", 10, "layouts to show"),
     "out": Option("out", "str", "", "write the best layout as a run's TOML file"),
+    "calibrate": Option("calibrate", "str", "", "measure this machine, write a .toml file for --gpu, and stop"),
     **JSON,
 }
 SEARCHED = ("tp", "pp", "dp", "vpp", "schedule", "recompute", "zero", "layers_per_stage", "pipeline_layout")
@@ -57,6 +58,11 @@ def run(words: Sequence[str]) -> int:
     if loaded.problems:
         raise Refused(loaded.problems)
     origins = ("flag", loaded.flags["config"].value if "config" in loaded.flags else "flag")
+    if flags["calibrate"]:
+        from isotron.commands import calibrate
+
+        print("\n".join(calibrate.write(flags["calibrate"])))
+        return 0
     given = {k for k, origin in loaded.provenance.items() if origin.startswith(origins)}
     given |= {k for k in SEARCHED if k in loaded.flags}
     device = find(flags["gpu"] if "gpu" in loaded.flags or name not in MILESTONES else MILESTONES[name][2])

@@ -7,10 +7,12 @@ import sys
 from collections.abc import Sequence
 from datetime import datetime
 
-from isotron.commands.run_options import JSON, prepare, run_help, show_config
+from isotron.commands.run_options import JSON, device_count, prepare, run_help, show_config
 from isotron.config.schema import RunConfig, changed
 from isotron.core.errors import refuse
 from isotron.launch import World, from_environment, run_local
+from isotron.planner.advice import warnings
+from isotron.planner.job import Job
 
 MAIN = "isotron.train.main:main"
 
@@ -22,12 +24,22 @@ def run(words: Sequence[str]) -> int:
     if world is None or world.rank == 0:
         for note in prepared.notes:
             print(f"note: {note}", file=sys.stderr)
+        for text in advice(prepared.config, device_count(prepared.config.train.device), world):
+            print(f"warning: {text}", file=sys.stderr)
     if prepared.flags.get("print_config"):
         print(show_config(prepared, bool(prepared.flags.get("json"))))
         return 0
     config, directory = with_directories(prepared.config, world)
     processes = 1 if world is not None else config.layout.world
     return run_local(MAIN, processes, (config, directory))
+
+
+def advice(config: RunConfig, devices: int, world: World | None) -> list[str]:
+    """What deserves a warning about the layout on this many accelerators per machine; nothing on CPUs."""
+    if not devices or config.layout.world == 1:
+        return []
+    node = devices if world is None else max(devices, world.local_size)
+    return warnings(Job.of(config), node)
 
 
 def with_directories(config: RunConfig, world: World | None) -> tuple[RunConfig, str]:

@@ -75,6 +75,8 @@ def _device(name: str, row: Mapping[str, Any]) -> Hardware:
     peaks = {t: p for t in types for p in [peak_flops(row["board"], t)] if p}
     if "peak" in row:
         peaks = {"float32": row["peak"] * 1e12}
+        if "peak_bfloat16" in row:
+            peaks["bfloat16"] = row["peak_bfloat16"] * 1e12
     return Hardware(
         name,
         row["memory"] * GIB,

@@ -12,7 +12,8 @@ import pytest
 
 from isotron import cli
 from isotron.commands.plan import OWN
-from isotron.config.schema import PRESETS
+from isotron.commands.train import advice
+from isotron.config.schema import PRESETS, RunConfig, changed
 from isotron.core.errors import Refused
 from isotron.core.parallel.plan import Layout
 from isotron.planner.advice import warnings
@@ -143,6 +144,12 @@ def test_warnings(layout: Layout, gbs: int, said: str) -> None:
 
 def test_a_long_bubble_is_warned_about() -> None:
     assert any("idle for 25%" in w for w in warnings(llama(Layout(2, 2, 2, 1, True, 1)), 8, 0.25))
+
+
+def test_train_warns_where_there_are_accelerators() -> None:
+    config = changed(RunConfig(), tp=16, dp=2, sequence_parallel=True, global_batch_size=64, zero=1)
+    assert any("leave the node of 8" in w for w in advice(config, 8, None))
+    assert advice(config, 0, None) == [] and advice(changed(config, tp=1, dp=1), 8, None) == []
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------
