@@ -147,7 +147,8 @@ PIPELINE_RULES: tuple[Rule, ...] = (
     Rule("a schedule to search", ("schedule", "schedule_memory", "pp"),
          lambda c, f: c.layout.schedule_memory > 0 and (c.layout.schedule != "auto" or c.layout.pp == 1), _search),
     Rule("a search that finds", ("schedule", "schedule_memory", "schedule_costs", "pp", "vpp", "dp",
-                                 "global_batch_size", "micro_batch_size"), lambda c, f: _search_problem(c) is not None, _search_fails),
+                                 "global_batch_size", "micro_batch_size"),
+         lambda c, f: _search_problem(c) is not None, _search_fails),
     Rule("costs of the search", ("schedule_costs", "schedule_memory"), _search_costs_broken, _search_costs),
     Rule("groups of microbatches", ("microbatch_group", "schedule", "pp", "vpp"),
          lambda c, f: c.layout.microbatch_group > 0

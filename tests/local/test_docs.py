@@ -103,7 +103,10 @@ def run_on_cluster(words: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
         monkeypatch.setenv(name, str(value))
     rest = words[words.index("train") :]
     own = CLUSTER[rest[rest.index("--config") + 1]]
-    return cli.main([*rest, *own, "--mock-data", "--device", "cpu", "--print-config"])
+    if not Path("data/train_text_document.idx").exists():
+        text = ["--input", "assets/text/valid.jsonl", "--output-prefix", "data/train"]
+        assert cli.main(["preprocess", *text, "--tokenizer-model", "assets/demo_tokenizer/tokenizer.json"]) == 0
+    return cli.main([*rest, *own, "--data-path", "data/train", "--device", "cpu", "--print-config"])
 
 
 _EACH = ("--ntasks-per-node", "--nproc-per-node")

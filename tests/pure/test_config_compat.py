@@ -171,7 +171,8 @@ def test_switches_that_agree_with_the_family_are_fine():
 
 def test_pipeline_spellings():
     line = "--pp 2 --num-layers 5 --pipeline-model-parallel-layout Et*2|(t|)*2,tL --recompute full"
-    line += " --num-microbatches-with-partial-activation-checkpoints 2 --microbatch-group-size-per-virtual-pipeline-stage 3"
+    line += " --num-microbatches-with-partial-activation-checkpoints 2"
+    line += " --microbatch-group-size-per-virtual-pipeline-stage 3"
     layout = load(line.split())[0].layout
     assert (layout.pipeline_layout, layout.recompute_keep, layout.microbatch_group) == ("Et*2|(t|)*2,tL", 2, 3)
     assert layout.chunks == 2
