@@ -110,11 +110,11 @@ class Attention(nn.Module):
         y = y.view(*y.shape[:-1], -1, n)
         h = self.out.weight.shape[1] // n
         k = (y.shape[2] - h) // 2
-        q_k, v = y[:, :, : h + k], y[:, :, h + k :]
+        q_k, v = y.split((h + k, k), 2)
         if self.q_norm is not None and self.k_norm is not None:
             q_k = torch.cat((self.q_norm(q_k[:, :, :h]), self.k_norm(q_k[:, :, h:])), 2)
         if ctx.rope is not None:
             q_k = rotate(q_k, ctx.rope)
-        q_BHSN, k_BKSN, v_BKSN = (x.transpose(1, 2) for x in (q_k[:, :, :h], q_k[:, :, h:], v))
+        q_BHSN, k_BKSN, v_BKSN = (x.transpose(1, 2) for x in (*q_k.split((h, k), 2), v))
         o_BHSN = self.core(q_BHSN, k_BKSN, v_BKSN, ctx)
         return self.out(o_BHSN.transpose(1, 2).flatten(2))
