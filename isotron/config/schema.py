@@ -37,8 +37,7 @@ from isotron.train.config import LogConfig, TrainConfig
 
 ModelConfig = GPTConfig | LlamaConfig | NeoXConfig  # the other families have LlamaConfig's fields and more
 MODELS: dict[str, type[ModelConfig]] = {
-    cls.family: cls
-    for cls in (GPTConfig, LlamaConfig, MistralConfig, NeoXConfig, Phi3Config, Qwen2Config, Qwen3Config)
+    cls.family: cls for cls in (GPTConfig, LlamaConfig, MistralConfig, NeoXConfig, Phi3Config, Qwen2Config, Qwen3Config)
 }
 PRESETS: dict[str, ModelConfig] = {
     **gpt_config.PRESETS,
