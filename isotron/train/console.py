@@ -44,12 +44,7 @@ class Console:
     def say(self, line: str) -> None:
         """Prints one line, above the bar where there is one."""
         if self._bar is None:
-            try:
-                print(line, file=self._stream, flush=True)
-            except (
-                BrokenPipeError
-            ):  # its reader (head, a lost connection) has gone: the run is worth more than its lines
-                os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+            tell(line, self._stream)
         else:
             self._bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
@@ -67,6 +62,15 @@ class Console:
         where = "" if name == "valid" else f" on {name} set"
         numbers = f"lm loss value: {loss:.6E} | lm loss PPL: {perplexity(loss):.6E}"
         self.say(f" validation loss at iteration {step}{where} | {numbers} | ")
+
+
+def tell(line: str, stream: TextIO | None = None) -> None:
+    """Print a line at once, to stdout by default; the run goes on when its reader (head) has gone."""
+    stream = stream or sys.stdout
+    try:
+        print(line, file=stream, flush=True)
+    except BrokenPipeError:  # a run is worth more than its lines
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def perplexity(loss: float) -> float:

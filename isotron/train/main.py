@@ -31,6 +31,7 @@ from isotron.launch import World, from_environment, init_distributed, shutdown, 
 from isotron.tokenizers.base import Tokenizer
 from isotron.tokenizers.build import build_tokenizer
 from isotron.train.begin import begin, is_weights_only, origin_files
+from isotron.train.console import tell
 from isotron.train.faults import NEVER_SECONDS, PHASE_FACTOR, FiniteGuard, StopSignal, Watchdog
 from isotron.train.loop import Run, train
 from isotron.train.metrics import FILE, Metrics
@@ -76,7 +77,7 @@ def _prepare(
     watchdog: Watchdog,
     stack: ExitStack,
 ) -> Run:
-    say: Callable[[str], None] = print if world.rank == 0 else lambda _: None
+    say: Callable[[str], None] = tell if world.rank == 0 else lambda _: None
     tokenizer = _tokenizer(config)
     config = with_vocabulary(config, tokenizer)
     layout = config.layout
