@@ -40,14 +40,18 @@ def _no_schedule(c: RunConfig, f: Facts) -> Problem:
     return registry.unknown(c.layout.schedule).problems[0]
 
 
+def _microbatches(c: RunConfig) -> int:
+    """Microbatches of every step."""
+    return c.train.global_batch_size // max(1, c.train.micro_batch_size * max(c.layout.dp, 1))
+
+
 def _file_problem(c: RunConfig) -> Problem | None:
     """What is wrong with a table in a file; its number of microbatches must be that of every step."""
-    layout, train = c.layout, c.train
+    layout = c.layout
     if not tables.is_file(layout.schedule):
         return None
-    microbatches = train.global_batch_size // max(1, train.micro_batch_size * max(layout.dp, 1))
     try:
-        simulate(library.complete(tables.fitting(layout.schedule, layout.pp, microbatches, layout.vpp)))
+        simulate(library.complete(tables.fitting(layout.schedule, layout.pp, _microbatches(c), layout.vpp)))
     except Refused as refused:
         return refused.problems[0]
     return None
@@ -65,12 +69,11 @@ def _search(c: RunConfig, f: Facts) -> Problem:
 
 def _search_problem(c: RunConfig) -> Problem | None:
     """Whether the search finds a schedule within the memory, for the microbatches that every step has."""
-    layout, train = c.layout, c.train
+    layout = c.layout
     if layout.schedule_memory <= 0 or layout.schedule != "auto" or layout.pp == 1 or _search_costs_broken(c, Facts()):
         return None
-    microbatches = train.global_batch_size // max(1, train.micro_batch_size * max(layout.dp, 1))
     try:
-        layout.table(max(1, microbatches))
+        layout.table(max(1, _microbatches(c)))
     except Refused as refused:
         return refused.problems[0]
     return None
