@@ -75,7 +75,6 @@ IGNORED: dict[str, tuple[int, str]] = {
     "--no-ckpt-fully-parallel-save": (0, _FORMAT),
     "--ckpt-fully-parallel-load": (0, _FORMAT),
     "--ckpt-assume-constant-structure": (0, _FORMAT),
-    "--async-save": (0, "saves are synchronous in this version"),
     "--no-save-rng": (0, "no random state exists: numbers are functions of the seed and the position"),
     "--no-load-rng": (0, "no random state exists: numbers are functions of the seed and the position"),
     "--use-checkpoint-args": (0, _CONFIG),

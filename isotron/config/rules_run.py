@@ -203,6 +203,11 @@ def _finetune_place(c: RunConfig, f: Facts) -> Problem:
     return Problem(asked(c, "finetune", "load", "save"), case, f"--save {c.checkpoint.save}-finetuned")
 
 
+def _keep_every(c: RunConfig, f: Facts) -> Problem:
+    case = "it keeps checkpoints that keep_last would remove, and keep_last 0 removes none"
+    return Problem(asked(c, "keep_every", "keep_last"), case, f"--keep-every {c.checkpoint.keep_every} --keep-last 2")
+
+
 def _wandb(c: RunConfig, f: Facts) -> Problem:
     return Problem(asked(c, "wandb_exp_name"), "a run's name needs a project to stand in", "--wandb-project isotron")
 
@@ -252,6 +257,8 @@ RUN_RULES: tuple[Rule, ...] = (
     Rule("fine-tuning goes elsewhere", ("finetune", "load", "save"),
          lambda c, f: c.checkpoint.finetune and bool(c.checkpoint.load) and c.checkpoint.load == c.checkpoint.save,
          _finetune_place),
+    Rule("kept beside the last", ("keep_every", "keep_last"),
+         lambda c, f: c.checkpoint.keep_every > 0 and not c.checkpoint.keep_last, _keep_every),
     Rule("W&B project", ("wandb_project", "wandb_exp_name"),
          lambda c, f: bool(c.log.wandb_exp_name) and not c.log.wandb_project, _wandb),
 )  # fmt: skip

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import platform
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,8 +24,10 @@ __all__ = [
     "capabilities",
     "check",
     "count",
+    "copy_to_host",
     "device_name",
     "dtype_of",
+    "host_buffer",
     "is_cuda",
     "peak_flops",
     "peak_memory",
@@ -192,6 +195,25 @@ def synchronize(device: torch.device) -> None:
     """Waits until the device has done what was asked of it, so that a clock tells the truth."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def host_buffer(size: int, device: torch.device) -> torch.Tensor:
+    """`size` bytes of host memory, touched once; memory that the device can copy into by itself where it is a GPU."""
+    return torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda").zero_()
+
+
+def copy_to_host(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Copy (place in a host buffer, tensor on a GPU) beside the work that is queued; returns when all are there.
+
+    The tensors must hold their values already: the caller has synchronised.
+    """
+    if not pairs:
+        return
+    stream = torch.cuda.Stream(pairs[0][1].device)
+    with torch.cuda.stream(stream):
+        for place, tensor in pairs:
+            place.copy_(tensor.detach(), non_blocking=True)
+    stream.synchronize()
 
 
 def peak_memory(device: torch.device) -> int:

@@ -78,6 +78,11 @@ class Mesh:
         """The group along some axes; `group("tp")`, `group("cp", "dp")`, `group(*AXES)` for the world."""
         return self.axes[tuple(a for a in AXES if a in axes)]
 
+    def apart(self) -> Group:
+        """All ranks once more, over the CPU's back end: for a thread that communicates beside the main one."""
+        handle = dist.new_group(backend="gloo") if self.size > 1 else None
+        return Group(tuple(range(self.size)), self.rank, handle)
+
     def subgroup(self, axis: str, replicas: int) -> Group:
         """Neighbours of this rank along `axis` in blocks of `replicas`."""
         along = self.ranks_along(axis)

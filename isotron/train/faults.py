@@ -88,11 +88,15 @@ class StopSignal:
 
     def agreed(self, group: Group) -> bool:
         """Whether any rank of the group was told to stop; every rank of it must ask, and all get the same answer."""
-        flag = torch.tensor([self.signum], dtype=torch.int64, device=self._device)
-        agreed = int(comm.all_reduce(flag, group, "max"))
+        return self.agreed_with(False, group)[0]
+
+    def agreed_with(self, other: bool, group: Group) -> tuple[bool, bool]:
+        """`agreed`, and in the same exchange whether `other` is true on any rank."""
+        flags = torch.tensor([self.signum, other], dtype=torch.int64, device=self._device)
+        agreed, others = comm.all_reduce(flags, group, "max").tolist()
         if agreed:  # else keep what may have come during the exchange: the next step will tell the others
             self.signum = agreed
-        return bool(agreed)
+        return bool(agreed), bool(others)
 
 
 class Watchdog:

@@ -19,25 +19,21 @@ from isotron.data.batches import Prefetcher, microbatches
 from isotron.train.faults import EXIT_OK, EXIT_SIGNALLED, FiniteGuard, StopSignal, Watchdog
 from isotron.train.flops import step_flops
 from isotron.train.metrics import Metrics, StepRecord
-from isotron.train.state import TrainState, save_state
+from isotron.train.saving import Saves
+from isotron.train.state import TrainState
 from isotron.train.step import StepResult, train_step
 from isotron.train.timeline import StepTracer
 
 
 @dataclass
 class Run:
-    """A state in progress with what feeds it and what it reports to.
-
-    `saves`: the directory of checkpoints. `saved_step`: the step whose checkpoint is there, -1 for none.
-    """
+    """A state in progress with what feeds it, where it is saved and what it reports to."""
 
     state: TrainState
     train_data: Sequence[Any]
     valid_data: Sequence[Any] | None
     eod: int | None
-    tokenizer_files: dict[str, bytes | Path]
-    saves: Path
-    saved_step: int
+    saves: Saves
     metrics: Metrics
     stop: StopSignal
     watchdog: Watchdog
@@ -67,19 +63,20 @@ def train(run: Run) -> int:
     if state.step >= cfg.train.train_iters:
         run.metrics.say(f"isotron: already at step {state.step} of {cfg.train.train_iters}; raise --train-iters")
     remaining = range(first, first + (cfg.train.train_iters - state.step) * size, size)
-    tracer = StepTracer(state.model, cfg.log.trace, Path(cfg.log.run_dir or run.saves))
+    tracer = StepTracer(state.model, cfg.log.trace, Path(cfg.log.run_dir or run.saves.directory))
     with Prefetcher(run.batches(run.train_data, consumed) for consumed in remaining) as feed:
         for batches in feed:
             with tracer.step(state.step + 1, len(batches)):
                 one_step(run, batches)
-            if run.stop.agreed(state.ranks.group):
+            stop, failed = run.stop.agreed_with(run.saves.failing(), state.ranks.group)
+            run.saves.look(failed)
+            if stop:
                 return stopped(run)
             if _due(state.step, cfg.checkpoint.save_interval) or state.step == cfg.train.train_iters:
                 save(run)
             if run.valid_data is not None and _due(state.step, cfg.train.eval_interval) and evaluate(run) is None:
                 return stopped(run)
-    if run.saved_step != state.step:
-        save(run)
+    run.saves.save_last()
     if run.valid_data is not None and not _due(state.step, cfg.train.eval_interval) and evaluate(run) is None:
         return stopped(run)
     run.guard.end()
@@ -89,8 +86,7 @@ def train(run: Run) -> int:
 
 def stopped(run: Run) -> int:
     """End as a signal asked: with a checkpoint of the last step."""
-    if run.saved_step != run.state.step:
-        save(run)
+    run.saves.save_last()
     run.metrics.event("stopped", signal=run.stop.name)
     return EXIT_SIGNALLED
 
@@ -100,7 +96,7 @@ def one_step(run: Run, batches: Sequence[Any]) -> None:
     state, cfg = run.state, run.state.config
     started = time.perf_counter()
     scale = state.scaler.scale
-    result = train_step(state.model, state.optimizer, state.scaler, state.schedule, batches)
+    result = train_step(state.model, state.optimizer, state.scaler, state.schedule, batches, run.saves.wait_staged)
     devices.synchronize(state.model.device)
     seconds = time.perf_counter() - started
     state.step += 1
@@ -135,12 +131,8 @@ def _record(run: Run, result: StepResult, seconds: float, scale: float, first: i
 
 
 def save(run: Run) -> None:
-    """Write a checkpoint; the watchdog knows that this may take long."""
-    with run.watchdog.phase("save"):
-        path = save_state(run.state, run.saves, run.tokenizer_files)
-    run.saved_step = run.state.step
-    run.metrics.event("saved", path=str(path))
-    run.metrics.say(f"isotron: saved {path}")
+    """Write a checkpoint, or begin to."""
+    run.saves.save()
 
 
 def evaluate(run: Run) -> float | None:

@@ -15,6 +15,7 @@ from typing import Any
 
 from isotron.config.schema import RunConfig, changed, to_toml
 from isotron.core import device as devices
+from isotron.core.checkpoint.background import BackgroundSaver
 from isotron.core.checkpoint.disk import free_bytes
 from isotron.core.checkpoint.save import SPARE_BYTES
 from isotron.core.errors import refuse
@@ -36,6 +37,7 @@ from isotron.train.faults import NEVER_SECONDS, PHASE_FACTOR, FiniteGuard, StopS
 from isotron.train.loop import Run, train
 from isotron.train.metrics import FILE, Metrics
 from isotron.train.places import claim
+from isotron.train.saving import Saves
 from isotron.train.state import GroupRanks, TrainState, find_checkpoint, load_state
 
 
@@ -108,7 +110,17 @@ def _prepare(
     metrics.start(state.step, config.train.train_iters, mesh.size, facts, peak)
     guard = FiniteGuard(state.skipped)
     saved = state.step if loaded is not None and loaded.resolve().parent == saves.resolve() else -1
-    return Run(state, train_data, valid_data, eod, files, saves, saved, metrics, stop, watchdog, guard)
+    where = Saves(state, saves, files, metrics, watchdog, background(config, mesh, stack), saved)
+    return Run(state, train_data, valid_data, eod, where, metrics, stop, watchdog, guard)
+
+
+def background(config: RunConfig, mesh: Mesh, stack: ExitStack) -> BackgroundSaver | None:
+    """What saves in the background, on a group of its own; None where saves are waited for."""
+    if not config.checkpoint.async_save:
+        return None
+    saver = BackgroundSaver(GroupRanks(mesh.apart()))
+    stack.callback(saver.close)
+    return saver
 
 
 def _describe(config: RunConfig) -> str:

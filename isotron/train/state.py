@@ -13,6 +13,7 @@ from typing import Any
 
 from isotron.config.schema import RunConfig, to_dict
 from isotron.core import comm
+from isotron.core.checkpoint.background import BackgroundSaver
 from isotron.core.checkpoint.load import Source, Wanted, load_tensors
 from isotron.core.checkpoint.locate import find, verify_files
 from isotron.core.checkpoint.ranks import together
@@ -96,19 +97,32 @@ def saved_tensors(state: TrainState) -> Iterator[Saved]:
         yield Saved(name, view.grad.dtype, view.placed.rule.shape, pieces if mine else [])
 
 
-def save_state(state: TrainState, directory: Path, tokenizer_files: dict[str, bytes | Path]) -> Path:
+def save_state(state: TrainState, directory: Path, files: dict[str, bytes | Path]) -> Path:
     """Save a checkpoint of this step; every rank calls it. Returns its directory."""
-    meta = {
+    given = state.config.checkpoint
+    tensors, meta = saved_tensors(state), saved_meta(state)
+    last, every = given.keep_last, given.keep_every
+    return save_checkpoint(directory, state.step, tensors, meta, state.ranks, last, files, every)
+
+
+def start_save(state: TrainState, directory: Path, files: dict[str, bytes | Path], saver: BackgroundSaver) -> None:
+    """Begin to save this step in the background; every rank calls it."""
+    given = state.config.checkpoint
+    tensors, meta = list(saved_tensors(state)), saved_meta(state)
+    saver.start(directory, state.step, tensors, meta, given.keep_last, given.keep_every, files)
+
+
+def saved_meta(state: TrainState) -> dict[str, Any]:
+    """What the manifest holds beside tensors: the config, counters and the data position."""
+    return {
         "config": to_dict(state.config),
         "updates": state.optimizer.updates,
         "scaler": state.scaler.state(),
         "consumed_samples": state.consumed_samples,
         "skipped": state.skipped,
-        "segments": state.segments,
-        "sources": state.sources,
+        "segments": list(state.segments),
+        "sources": list(state.sources),
     }
-    keep = state.config.checkpoint.keep_last
-    return save_checkpoint(directory, state.step, saved_tensors(state), meta, state.ranks, keep, tokenizer_files)
 
 
 def find_checkpoint(path: str, ranks: GroupRanks, say: Callable[[str], None]) -> Path | None:

@@ -7,7 +7,7 @@ alone, and every token's loss enters the backward with its final weight.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from isotron.core.batch import Batch
@@ -31,9 +31,17 @@ class StepResult:
 
 
 def train_step(
-    model: ParallelModel, optimizer: AdamW, scaler: LossScaler, schedule: ScheduleConfig, batches: Sequence[Batch]
+    model: ParallelModel,
+    optimizer: AdamW,
+    scaler: LossScaler,
+    schedule: ScheduleConfig,
+    batches: Sequence[Batch],
+    before_update: Callable[[], None] = lambda: None,
 ) -> StepResult:
-    """Train on this rank's microbatches of one global batch; the same result on every rank."""
+    """Train on this rank's microbatches of one global batch; the same result on every rank.
+
+    `before_update` returns when weights and optimizer state may change: a save in the background may still read them.
+    """
     tokens = model.count_tokens(batches)
     terms = model.forward_backward(batches, weight=scaler.scale / max(tokens, 1.0))
     (loss,) = model.sum_terms(terms, ["loss"])
@@ -45,6 +53,7 @@ def train_step(
     overflow = not (math.isfinite(norm) and math.isfinite(loss))
     lr = learning_rate(schedule, optimizer.updates)
     if not overflow:
+        before_update()
         optimizer.step(lr, weight_decay(schedule, optimizer.updates), factor)
         model.gather_weights()
     scaler.update(overflow)

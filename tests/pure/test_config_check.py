@@ -77,6 +77,7 @@ BOTH_SIDES: dict[str, tuple[str, str, dict]] = {
     "WSD has a decay": ("--lr-decay-style WSD", "--lr-decay-style WSD --lr-wsd-decay-iters 100", {}),
     "weight-decay ramp": ("--start-weight-decay 0", "--start-weight-decay 0 --weight-decay-incr-style cosine", {}),
     "loss scale of float16": ("--loss-scale 8", "--loss-scale 8 --dtype float16", {}),
+    "kept beside the last": ("--keep-every 100", "--keep-every 100 --keep-last 2", {}),
     "loss scale floor": ("--min-loss-scale 8 --initial-loss-scale 4", "--min-loss-scale 4 --initial-loss-scale 4", {}),
     "save is a directory": ("--save t.json", "--save elsewhere", {}),
     "fine-tuning needs weights": ("--finetune", "--finetune --load a", {}),

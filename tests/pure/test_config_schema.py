@@ -27,7 +27,8 @@ overlap_grad_reduce overlap_param_gather pp recompute recompute_num_layers reset
 rope_theta run_dir save save_interval schedule seed seq_length sequence_parallel split start_weight_decay
 stuck_after_s end_weight_decay tensorboard tie_embeddings tokenizer_model tokenizer_type tp train_iters
 valid_data_path vocab_file vocab_size vpp wandb_exp_name wandb_project weight_decay weight_decay_incr_style zero
-schedule_memory schedule_costs microbatch_group layer_split pipeline_layout recompute_keep trace
+schedule_memory schedule_costs microbatch_group layer_split pipeline_layout recompute_keep trace async_save
+keep_every on_save_failure
 """
 
 

@@ -15,4 +15,15 @@ class CheckpointConfig:
     load: str = option("", "a run or step_XXXXXXXX to resume, or a Hugging Face directory or ORG/NAME to begin with")
     finetune: bool = option(False, "take only the weights of load: new optimizer, step 0, data from the start")
     save_interval: int = option(0, "steps between checkpoints; 0 means only the last step", unit="steps")
+    async_save: bool = option(
+        False, "save in the background: the state is copied to host memory, training waits only for the copy"
+    )
+    on_save_failure: str = option(
+        "stop",
+        "when a checkpoint cannot be written (a full disk): stop the run, or continue it and try at the next interval",
+        choices=("stop", "continue"),
+    )
     keep_last: int = option(0, "complete checkpoints to keep; 0 means all")
+    keep_every: int = option(
+        0, "beside keep_last, keep checkpoints of steps that are a multiple of this; 0 means none", unit="steps"
+    )

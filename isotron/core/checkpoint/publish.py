@@ -39,8 +39,8 @@ def _remove(entry: Path) -> None:
         entry.unlink()
 
 
-def publish(run: Path, name: str, keep_last: int) -> Path:
-    """Turn `NAME.tmp`, complete and synced, into `NAME`, point `latest` at it, and keep `keep_last` steps (0: all)."""
+def publish(run: Path, name: str, keep_last: int, keep_every: int = 0) -> Path:
+    """Turn `NAME.tmp`, complete and synced, into `NAME`, point `latest` at it, and prune as `prune` says."""
     new, step, old = temporary(run, name), run / name, run / f"{name}.old"
     if step.exists():  # two renames; between them the old version is complete and found under its other name
         os.replace(step, old)
@@ -53,20 +53,27 @@ def publish(run: Path, name: str, keep_last: int) -> Path:
     sync_directory(run)
     if old.exists():
         _remove(old)
-    prune(run, step, keep_last)
+    prune(run, step, keep_last, keep_every)
     return step
 
 
-def prune(run: Path, current: Path, keep_last: int) -> None:
-    """Remove complete steps beyond the newest `keep_last`; `current` is always kept and counts as one of them.
+def prune(run: Path, current: Path, keep_last: int, keep_every: int = 0) -> None:
+    """Remove complete steps beyond the newest `keep_last` (0: keep all); `current` is always kept and counts as one.
 
+    Steps that are a multiple of `keep_every` (0: none) are kept besides, and do not count.
     Damaged steps neither count nor go: somebody may want to look at them. A step is renamed before it is removed, so
     that a half-removed one is never taken for a damaged checkpoint.
     """
     if keep_last < 1:
         return
-    others = [s for s in steps(run) if s != current and STEP.fullmatch(s.name) and is_complete(s)]
+    others = [s for s in steps(run) if s != current and not _stays(s.name, keep_every) and is_complete(s)]
     for step in reversed(others[keep_last - 1 :]):
         doomed = temporary(run, step.name)
         os.replace(step, doomed)
         _remove(doomed)
+
+
+def _stays(name: str, keep_every: int) -> bool:
+    """Whether a directory is none of ours to remove, or one of the steps that are kept for good."""
+    match = STEP.fullmatch(name)
+    return match is None or (keep_every > 0 and int(match[1]) % keep_every == 0)

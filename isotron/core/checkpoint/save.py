@@ -140,11 +140,13 @@ def save_checkpoint(
     ranks: Ranks,
     keep_last: int = 0,
     extra_files: ExtraFiles | None = None,
+    keep_every: int = 0,
 ) -> Path:
     """Save a step under `directory` and return its path; called by all ranks together, which fail together.
 
     `meta` (JSON) and `extra_files` (name -> bytes or a file to copy, or a directory to copy whole) are taken from rank
-    0. On any failure the checkpoints that were there stay as they were. `keep_last` complete steps are kept (0: all).
+    0. On any failure the checkpoints that were there stay as they were. `keep_last` complete steps are kept (0: all),
+    and those that are a multiple of `keep_every` besides.
     """
     run, name = Path(directory), step_name(step)
     new, asked = temporary(run, name), f"save step {step} to {run}"
@@ -170,7 +172,7 @@ def save_checkpoint(
             if written is not None:
                 files = {file: FileEntry(*entry) for part in written for file, entry in part.items()}
                 write_manifest(new, Manifest(step, meta, entries, files))
-                publish(run, name, keep_last)
+                publish(run, name, keep_last, keep_every)
 
         together(ranks, asked, finish)
     except Refused:

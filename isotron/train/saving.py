@@ -1,0 +1,115 @@
+"""When and how a run writes its checkpoints, at once or in the background, and what happens when one cannot be written.
+
+A save that is due may fail (a full disk) and the run may go on, as `on_save_failure` says; the checkpoint that was
+there stays. The last save of a run must succeed: nothing else would be left of the steps since the one before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from isotron.core.checkpoint.background import BackgroundSaver
+from isotron.core.errors import Refused
+from isotron.train.faults import Watchdog
+from isotron.train.metrics import Metrics
+from isotron.train.state import TrainState, save_state, start_save
+
+
+@dataclass
+class Saves:
+    """The checkpoints of a run in `directory`.
+
+    `files`: further files of every checkpoint. `saver`: saves in the background, None for saves that are waited for.
+    `step`: the step whose checkpoint is there or being written, -1 for none; the same on all ranks.
+    """
+
+    state: TrainState
+    directory: Path
+    files: dict[str, bytes | Path]
+    metrics: Metrics
+    watchdog: Watchdog
+    saver: BackgroundSaver | None = None
+    step: int = -1
+
+    @property
+    def current(self) -> bool:
+        """Whether a checkpoint of the state as it is now is there, or being written."""
+        return self.step == self.state.step
+
+    def save(self) -> None:
+        """A save that is due. Raises what makes it fail, unless the run is to go on without it."""
+        with self._tolerated():
+            self.settle()
+        if self.saver is None:
+            with self._tolerated():
+                self._write()
+            return
+        start_save(self.state, self.directory, self.files, self.saver)
+        self.step = self.state.step
+
+    def save_last(self) -> None:
+        """See that a checkpoint of this step is on the disk; the save that a run ends with must succeed."""
+        try:
+            self.settle()
+        except Refused as refusal:
+            self._failed(refusal)  # written again now, and if that fails too the run has failed
+        if not self.current:
+            self._write()
+
+    def wait_staged(self) -> None:
+        """Return when a save in the background has read weights and optimizer state."""
+        if self.saver is not None:
+            with self.watchdog.phase("copying the state for a save"):
+                self.saver.wait_staged()
+
+    def failing(self) -> bool:
+        """Whether this rank knows of a save in the background that failed."""
+        return self.saver is not None and self.saver.failed()
+
+    def settle(self) -> None:
+        """Wait for a save in the background to end; raises what made it fail. Every rank calls it after the same step.
+
+        A failure is raised on all ranks: they have agreed on it in the background.
+        """
+        if self.saver is None or self.saver.step is None:
+            return
+        step = self.saver.step
+        with self.watchdog.phase("save"):
+            path = self.saver.wait()
+        self._say_saved(step, path)
+
+    def look(self, failed_somewhere: bool) -> None:
+        """After a step: hear of a save that has ended. `failed_somewhere`: agreed by all ranks."""
+        if failed_somewhere:
+            with self._tolerated():
+                self.settle()
+        elif self.saver is not None and self.saver.ended() and not self.saver.failed():
+            self.settle()
+
+    def _write(self) -> None:
+        with self.watchdog.phase("save"):
+            path = save_state(self.state, self.directory, self.files)
+        self.step = self.state.step
+        self._say_saved(self.step, path)
+
+    def _say_saved(self, step: int, path: Path | None) -> None:
+        self.metrics.event("saved", step=step, path=str(path))
+        self.metrics.say(f"isotron: saved {path}")
+
+    @contextlib.contextmanager
+    def _tolerated(self) -> Iterator[None]:
+        try:
+            yield
+        except Refused as refusal:
+            if self.state.config.checkpoint.on_save_failure == "stop":
+                raise
+            self._failed(refusal)
+
+    def _failed(self, refusal: Refused) -> None:
+        self.step = -1
+        case = "; ".join(problem.case for problem in refusal.problems)
+        self.metrics.event("save_failed", why=case)
+        self.metrics.say(f"isotron: a checkpoint could not be written, the ones before it are as they were: {case}")
