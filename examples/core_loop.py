@@ -17,7 +17,7 @@ import torch.distributed as dist
 from isotron.core.batch import Batch
 from isotron.core.mesh import AXES, Mesh
 from isotron.core.models.llama_config import LlamaConfig
-from isotron.core.optim.adamw import AdamW
+from isotron.core.optim.build import make_optimizer
 from isotron.core.optim.clip import clip_factor, global_norm
 from isotron.core.optim.config import OptimConfig
 from isotron.core.optim.schedules import ScheduleConfig, learning_rate, weight_decay
@@ -41,9 +41,9 @@ def microbatches(step: int, dp: int, of: int) -> list[Batch]:
 
 def train(layout: Layout, steps: int, rank: int = 0) -> list[float]:
     """Losses per token, the same on every rank and in every layout."""
-    mesh = Mesh(rank, tp=layout.tp, dp=layout.dp, pp=layout.pp)
+    mesh = Mesh(rank, tp=layout.tp, cp=layout.cp, dp=layout.dp, pp=layout.pp)
     model = ParallelModel(MODEL, layout, mesh, torch.float32, torch.device("cpu"), seed=1)
-    optimizer = AdamW(model.views(), OptimConfig())
+    optimizer = make_optimizer(model, OptimConfig())
     schedule = ScheduleConfig(lr=3e-3, lr_warmup_iters=5, lr_decay_iters=max(steps, 6))
     losses = []
     for step in range(steps):

@@ -9,13 +9,15 @@ from collections.abc import Collection
 
 from isotron.config.catalogue import catalogue
 from isotron.config.rules import RANGES, Facts, Rule
+from isotron.config.rules_context import CONTEXT_RULES
+from isotron.config.rules_experts import EXPERT_RULES
 from isotron.config.rules_layout import LAYOUT_RULES
 from isotron.config.rules_pipeline import PIPELINE_RULES
 from isotron.config.rules_run import RUN_RULES
 from isotron.config.schema import RunConfig, changed, value
 from isotron.core.errors import Problem
 
-RULES: tuple[Rule, ...] = (*RANGES, *LAYOUT_RULES, *PIPELINE_RULES, *RUN_RULES)
+RULES: tuple[Rule, ...] = (*RANGES, *LAYOUT_RULES, *CONTEXT_RULES, *EXPERT_RULES, *PIPELINE_RULES, *RUN_RULES)
 
 
 def check(
@@ -39,7 +41,7 @@ def broken(config: RunConfig, facts: Facts, skip: Collection[str] = ()) -> list[
     legal = {leaf: catalogue()[leaf].default for leaf in bad if value(config, leaf) is not None}
     config = changed(config, **legal)
     config = finish(config, facts.world_size, facts.device_count, facts.tokenizer_vocab)
-    for rule in (*LAYOUT_RULES, *PIPELINE_RULES, *RUN_RULES):
+    for rule in RULES[len(RANGES) :]:
         # a value that is out of range breaks every rule about it: one problem is enough
         if not bad.intersection(rule.leaves) and rule.broken(config, facts):
             problems.append(rule.problem(config, facts))
@@ -54,7 +56,7 @@ def finish(
     dp = layout.dp or _default_dp(config, world_size, device_count)
     leaves = {
         "dp": dp,
-        "zero": int(dp > 1) if layout.zero == -1 else layout.zero,
+        "zero": int(dp * layout.cp > 1) if layout.zero == -1 else layout.zero,
         "sequence_parallel": layout.sequence_parallel and layout.tp > 1,
         "global_batch_size": config.train.global_batch_size or config.train.micro_batch_size * dp,
         "max_position_embeddings": config.model.max_position_embeddings or config.data.seq_length,
@@ -66,7 +68,7 @@ def finish(
 
 def _default_dp(config: RunConfig, world_size: int | None, device_count: int) -> int:
     """What the launcher's processes leave; else, on devices, the most that the batch divides into; 1 on CPU."""
-    unit = config.layout.tp * config.layout.pp
+    unit = config.layout.tp * config.layout.pp * config.layout.cp
     if world_size is not None:
         return max(1, world_size // unit)
     if config.train.device == "cpu":

@@ -21,6 +21,8 @@ ALIASES: dict[str, str] = {
     "--pipeline-model-parallel-size": "pp",
     "--pipeline-parallel-size": "pp",
     "--data-parallel-size": "dp",
+    "--context-parallel-size": "cp",
+    "--hierarchical-context-parallel-sizes": "hierarchical_cp_sizes",
     "--virtual-pipeline-stages": "vpp",
     "--virtual-pipeline-model-parallel-size": "vpp",
     "--num-virtual-stages-per-pipeline-rank": "vpp",
@@ -28,6 +30,8 @@ ALIASES: dict[str, str] = {
     "--microbatch-group-size-per-virtual-pipeline-stage": "microbatch_group",
     "--num-microbatches-with-partial-activation-checkpoints": "recompute_keep",
     "--zero-stage": "zero",
+    "--muon-num-ns-steps": "muon_ns_steps",
+    "--muon-scalar-optimizer": "muon_others",
     "--save-checkpoint": "save",
     "--load-checkpoint": "load",
     "--num-query-groups": "num_key_value_heads",
@@ -44,7 +48,18 @@ ALIASES: dict[str, str] = {
     "--top_p": "top_p",
 }
 # (leaf, value as Megatron spells it) -> value here. Megatron's adam has decoupled weight decay, which is AdamW.
-VALUE_ALIASES: dict[tuple[str, str], str] = {("optimizer", "adam"): "adamw"}
+VALUE_ALIASES: dict[tuple[str, str], str] = {
+    ("optimizer", "adam"): "adamw",
+    ("moe_router_load_balancing_type", "seq_aux_loss"): "sequence",
+    ("moe_router_load_balancing_type", "aux_loss"): "batch",
+    ("moe_router_load_balancing_type", "global_aux_loss"): "global",
+    ("optimizer", "dist_muon"): "muon",
+    ("muon_others", "adam"): "adamw",
+    ("exp_avg_dtype", "fp32"): "float32",
+    ("exp_avg_dtype", "bf16"): "bfloat16",
+    ("exp_avg_sq_dtype", "fp32"): "float32",
+    ("exp_avg_sq_dtype", "bf16"): "bfloat16",
+}
 
 # Leaves that begin with @ are resolved once the whole config is known: `switches` (model family), `settle` (the rest).
 SETS: dict[str, dict[str, Any]] = {
@@ -58,6 +73,7 @@ SETS: dict[str, dict[str, Any]] = {
     "--swiglu": {"@mlp": "swiglu"},
     "--disable-bias-linear": {"@bias": "off"},
     "--use-rotary-position-embeddings": {"@positions": "rope"},
+    "--moe-router-pre-softmax": {"moe_norm_topk_prob": False},
     "--group-query-attention": {"@grouped": True},
     "--use-rope-scaling": {"rope_scaling": "llama3", "rope_original_positions": 8192},
 }

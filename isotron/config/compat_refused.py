@@ -8,7 +8,6 @@ _LLAMA = "--family llama without it"
 _RECOMPUTE = "--recompute selective, or --recompute full for the least memory"
 _STEPS = "the length of a run is counted in steps"
 _STAGES = "layers are dealt to pipeline stages by number or by cost, the output layer counted at what it costs"
-_CONTEXT = "context parallelism is not built yet"
 _EXPERT = "expert parallelism is not built yet"
 _BUILT = "this part is not built yet"
 _FP8 = ("8-bit training is not built yet", "--dtype bfloat16")
@@ -39,7 +38,7 @@ REFUSED: dict[str, tuple[str, str]] = {
     "--use-custom-fsdp": (_ZERO, "--zero 1"),
     "--use-torch-fsdp2": (_ZERO, "--zero 1"),
     "--data-parallel-sharding-strategy": (_ZERO, "--zero 1"),
-    "--use-precision-aware-optimizer": ("masters and moments are always float32 (or float64)", _OUT),
+    "--no-decoupled-weight-decay": ("it is another update rule", "--optimizer adam_l2"),
     "--grad-reduce-in-bf16": ("gradients are always reduced in float32 (or float64)", _OUT),
     "--fp8": _FP8,
     "--fp4": _FP4,
@@ -65,7 +64,6 @@ REFUSED: dict[str, tuple[str, str]] = {
         "--family mistral --sliding-window 4096",
     ),
     "--multi-latent-attention": (_BUILT, _LLAMA),
-    "--num-experts": ("mixture-of-experts models are not built yet", _LLAMA),
     "--spec": ("models are chosen by family", "--family gpt"),
     "--init-method-xavier-uniform": ("initial weights are normal", "--init-method-std 0.02"),
     "--embedding-init-method-std": ("embeddings are drawn like all weights", "--init-method-std 0.02"),
@@ -81,9 +79,9 @@ REFUSED: dict[str, tuple[str, str]] = {
     "--defer-embedding-wgrad-compute": ("the output layer's weight gradient is formed with its loss", _OUT),
     "--delay-wgrad-compute": ("the schedule says which weight gradients are deferred", "--schedule zb-h1"),
     "--ddp-num-buckets": ("buckets are given by size", "--ddp-bucket-size 40000000"),
-    "--decoupled-lr": ("all weights share one learning rate", "--lr 0.0003"),
-    "--decoupled-min-lr": ("all weights share one learning rate", "--min-lr 0.00003"),
-    "--sgd-momentum": ("the optimizer is AdamW", "--optimizer adamw"),
+    "--decoupled-lr": ("it is a multiple of --lr", "--param-groups head.*:lr_mult=0.1 embed.*:lr_mult=0.1"),
+    "--decoupled-min-lr": ("all weights share one schedule", "--min-lr 0.00003"),
+    "--muon-no-split-qkv": ("queries, keys and values are matrices of their own", _OUT),
     "--per-split-data-args-path": ("data is given on the command line", "--data-path PREFIX"),
     "--data-args-path": ("data is given on the command line", "--data-path PREFIX"),
     "--decoder-seq-length": ("no encoder-decoder family is built yet", "--seq-length 1024"),
@@ -94,15 +92,13 @@ REFUSED: dict[str, tuple[str, str]] = {
     "--profile": ("profiling is not built yet", "python -m cProfile on a run with --tp 1 --pp 1 --dp 1"),
     "--use-pytorch-profiler": ("profiling is not built yet", "python -m cProfile on a run with --tp 1 --pp 1 --dp 1"),
     "--use-legacy-models": ("there is one implementation of each family", _OUT),
-    "--split-sentences": ("documents are not split into sentences in this version", _OUT),
-    "--max-documents": ("all documents of the input are encoded", "head -n 1000 corpus.jsonl > part.jsonl"),
     "--find-optimal-num-workers": ("workers follow from the cores and the size of the input", "--workers 8"),
     "--yaml-cfg": ("config files are TOML", "--config run.toml"),
 }
 
 # Beginnings of options of whole areas.
 PREFIXES: dict[str, tuple[str, str]] = {
-    "--moe-": ("mixture-of-experts models are not built yet", _LLAMA),
+    "--moe-": ("this part of mixtures of experts is not built", _OUT),
     "--fp8-": _FP8,
     "--fp4-": _FP4,
     "--mtp-": ("multi-token prediction is not built yet", _OUT),
@@ -118,15 +114,10 @@ PREFIXES: dict[str, tuple[str, str]] = {
 
 # option: (the only values accepted, case for others, fix)
 ONLY: dict[str, tuple[tuple[str, ...], str, str]] = {
-    "--context-parallel-size": (
-        ("1",),
-        _CONTEXT,
-        "--context-parallel-size 1 with --tp 2 --sequence-parallel",
-    ),
-    "--cp": (
-        ("1",),
-        _CONTEXT,
-        "--cp 1 with --tp 2 --sequence-parallel",
+    "--moe-router-dtype": (
+        ("fp32",),
+        "routers compute in float32, in float64 models in float64",
+        "--moe-router-dtype fp32",
     ),
     "--expert-model-parallel-size": (("1",), _EXPERT, "--expert-model-parallel-size 1"),
     "--ep": (("1",), _EXPERT, "--ep 1"),
@@ -136,6 +127,13 @@ ONLY: dict[str, tuple[tuple[str, ...], str, str]] = {
         "optimizer state is sharded over all of dp",
         "--num-distributed-optimizer-instances 1",
     ),
+    "--muon-tp-mode": (
+        ("duplicated", "distributed"),
+        "muon works on whole matrices in every layout, and blocks of them would depend on it",
+        "--muon-tp-mode duplicated",
+    ),
+    "--main-params-dtype": (("fp32",), "masters are float32", "--main-params-dtype fp32, or --master-remainders"),
+    "--main-grads-dtype": (("fp32",), "gradients accumulate in float32", "--main-grads-dtype fp32"),
     "--dataset-impl": (("mmap",), "data files are always memory-mapped", "--dataset-impl mmap"),
     "--empty-unused-memory-level": (("0",), "cached memory is kept", "--empty-unused-memory-level 0"),
 }

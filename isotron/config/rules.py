@@ -88,14 +88,18 @@ class Range:
 
 
 _POSITIVE = {
-    "num_layers": 12, "hidden_size": 768, "num_attention_heads": 12, "seq_length": 1024, "tp": 1, "pp": 1, "vpp": 1,
+    "num_layers": 12, "hidden_size": 768, "num_attention_heads": 12, "seq_length": 1024, "tp": 1, "pp": 1, "vpp": 1, "cp": 1,
     "micro_batch_size": 1, "train_iters": 1000, "recompute_num_layers": 1, "make_vocab_size_divisible_by": 128,
     "ddp_bucket_size": 40000000, "log_interval": 1, "loss_scale_window": 1000, "hysteresis": 2, "norm_epsilon": 1e-5,
     "rope_theta": 10000.0, "rope_percent": 1.0, "rope_low_freq_factor": 1.0,
     "rope_high_freq_factor": 4.0, "rope_beta_fast": 32.0, "rope_beta_slow": 1.0,
-    "init_method_std": 0.02, "adam_eps": 1e-8,
+    "init_method_std": 0.02, "adam_eps": 1e-8, "num_experts": 8, "moe_router_topk": 2,
+    "moe_router_topk_scaling_factor": 1.0, "muon_ns_steps": 5, "muon_extra_scale_factor": 0.2,
 }  # fmt: skip
 _NOT_NEGATIVE = {
+    "moe_ffn_hidden_size": 0, "moe_router_num_groups": 0, "moe_router_group_topk": 0, "moe_router_group_scores": 0,
+    "moe_router_bias_update_rate": 0.001, "moe_aux_loss_coeff": 0.01, "moe_z_loss_coeff": 0.001,
+    "moe_expert_capacity_factor": 1.25, "moe_shared_expert_intermediate_size": 0,
     "trace": 0, "schedule_memory": 0, "microbatch_group": 0, "recompute_keep": 0,
     "num_key_value_heads": 0, "head_dim": 0, "ffn_hidden_size": 0, "vocab_size": 50257, "max_position_embeddings": 0,
     "dp": 1, "first_stage_layers": 0, "last_stage_layers": 0, "global_batch_size": 128, "eval_interval": 0,
@@ -104,7 +108,10 @@ _NOT_NEGATIVE = {
     "lr_warmup_iters": 0, "lr_decay_iters": 0, "lr_wsd_decay_iters": 0, "lr": 0.0003, "min_lr": 0.0,
     "lr_warmup_init": 0.0, "clip_grad": 1.0, "weight_decay": 0.1,
 }  # fmt: skip
-_PROBABILITY = {"hidden_dropout": 0.1, "attention_dropout": 0.1, "adam_beta1": 0.9, "adam_beta2": 0.95}
+_PROBABILITY = {
+    "moe_input_jitter_eps": 0.01, "hidden_dropout": 0.1, "attention_dropout": 0.1, "adam_beta1": 0.9, "adam_beta2": 0.95, "sgd_momentum": 0.9,
+    "lion_beta1": 0.95, "lion_beta2": 0.98, "muon_momentum": 0.95,
+}  # fmt: skip
 _SCALE = {"initial_loss_scale": 65536.0, "min_loss_scale": 1.0}
 _RAMP = {"start_weight_decay": 0.0, "end_weight_decay": 0.1}
 
@@ -113,7 +120,8 @@ _MOST = {
     "num_layers": 100_000, "hidden_size": 10**9, "ffn_hidden_size": 10**9, "num_attention_heads": 10**6,
     "num_key_value_heads": 10**6, "head_dim": 10**9, "vocab_size": 10**9, "make_vocab_size_divisible_by": 10**9,
     "seq_length": 10**9, "max_position_embeddings": 10**9, "micro_batch_size": 10**9, "global_batch_size": 10**12,
-    "tp": 10_000, "pp": 10_000, "vpp": 1000, "dp": 10**6,
+    "num_experts": 10**5, "moe_router_topk": 10**5, "moe_ffn_hidden_size": 10**9,
+    "tp": 10_000, "pp": 10_000, "vpp": 1000, "dp": 10**6, "cp": 10_000,
 }  # fmt: skip
 
 

@@ -100,12 +100,13 @@ def _tp_ffn(c: RunConfig, f: Facts) -> Problem:
 
 
 def _sequence(c: RunConfig, f: Facts) -> Problem:
-    s, tp = c.data.seq_length, c.layout.tp
-    near = max(s // tp, 1) * tp
-    case = f"sequence parallelism splits the sequence over {tp} ranks, and {s} / {tp} = {s / tp:g} tokens"
-    return Problem(
-        asked(c, "sequence_parallel", "tp", "seq_length"), case, f"--seq-length {near}, or --no-sequence-parallel"
-    )
+    s, tp, cp = c.data.seq_length, c.layout.tp, c.layout.cp
+    unit = tp * cp * (2 if cp > 1 else 1)
+    near = max(s // unit, 1) * unit
+    ways = f"{tp} ranks" if cp == 1 else f"tp {tp} x cp {cp} ranks"
+    case = f"sequence parallelism splits the sequence over {ways}, and {s} / {tp * cp} = {s / tp / cp:g} tokens"
+    given = asked(c, "sequence_parallel", "tp", *moved(c, "cp"), "seq_length")
+    return Problem(given, case, f"--seq-length {near}, or --no-sequence-parallel")
 
 
 def even_split(layers: int, stages: int) -> str:
@@ -185,11 +186,18 @@ def _world_broken(c: RunConfig, f: Facts) -> bool:
 
 
 def _world(c: RunConfig, f: Facts) -> Problem:
-    tp, pp, world = c.layout.tp, c.layout.pp, f.world_size or 1
-    case = f"tp {tp} x pp {pp} x dp {c.layout.dp} = {c.layout.world} ranks, and the launcher started {world} processes"
-    fits = world % (tp * pp) == 0
-    fix = f"--dp {world // (tp * pp)}" if fits else f"--tp 1 --pp 1 --dp {world}, or start {c.layout.world} processes"
-    return Problem(asked(c, "tp", "pp", "dp"), case, fix)
+    tp, pp, cp, world = c.layout.tp, c.layout.pp, c.layout.cp, f.world_size or 1
+    case = f"{_axes(c)} = {c.layout.world} ranks, and the launcher started {world} processes"
+    fits = world % (tp * pp * cp) == 0
+    alone = f"--tp 1 --pp 1{' --cp 1' if cp > 1 else ''} --dp {world}"
+    fix = f"--dp {world // (tp * pp * cp)}" if fits else f"{alone}, or start {c.layout.world} processes"
+    return Problem(asked(c, "tp", "pp", *moved(c, "cp"), "dp"), case, fix)
+
+
+def _axes(c: RunConfig) -> str:
+    """The product of ranks, without a context-parallel axis that is not in use."""
+    cp = f" x cp {c.layout.cp}" if c.layout.cp > 1 else ""
+    return f"tp {c.layout.tp} x pp {c.layout.pp}{cp} x dp {c.layout.dp}"
 
 
 def _devices_broken(c: RunConfig, f: Facts) -> bool:
@@ -197,10 +205,12 @@ def _devices_broken(c: RunConfig, f: Facts) -> bool:
 
 
 def _devices(c: RunConfig, f: Facts) -> Problem:
-    world, product = c.layout.world, f"tp {c.layout.tp} x pp {c.layout.pp} x dp {c.layout.dp}"
-    case = f"{product} = {world} ranks need as many devices, and this machine has {f.device_count}"
+    world = c.layout.world
+    case = f"{_axes(c)} = {world} ranks need as many devices, and this machine has {f.device_count}"
     return Problem(
-        asked(c, "tp", "pp", "dp", "device"), case, f"--device cpu, or torchrun over machines with {world} devices"
+        asked(c, "tp", "pp", *moved(c, "cp"), "dp", "device"),
+        case,
+        f"--device cpu, or torchrun over machines with {world} devices",
     )
 
 
@@ -230,8 +240,8 @@ LAYOUT_RULES: tuple[Rule, ...] = (
          and c.model.num_attention_heads % c.layout.tp == 0, _tp_groups),
     Rule("tp divides the MLP", ("tp", "hidden_size", "ffn_hidden_size"),
          lambda c, f: c.model.ffn % c.layout.tp != 0, _tp_ffn),
-    Rule("tp divides the sequence", ("tp", "seq_length", "sequence_parallel"),
-         lambda c, f: c.layout.sequence_parallel and c.data.seq_length % c.layout.tp != 0, _sequence),
+    Rule("tp divides the sequence", ("tp", "cp", "seq_length", "sequence_parallel"),
+         lambda c, f: c.layout.sequence_parallel and c.data.seq_length % (c.layout.tp * c.layout.cp) != 0, _sequence),
     Rule("layers per stage", _DEAL, _stage_list_broken, _stage_list),
     Rule("one way to deal layers", _DEAL,
          lambda c, f: bool(c.layout.layers_per_stage) and c.layout.first_stage_layers + c.layout.last_stage_layers > 0,
@@ -240,8 +250,8 @@ LAYOUT_RULES: tuple[Rule, ...] = (
     Rule("no empty stage", _DEAL, lambda c, f: not _numbered(c) and 0 in _counts(c), _empty_stage),
     Rule("units of full recompute", ("recompute", "recompute_num_layers"),
          lambda c, f: c.layout.recompute_num_layers > 1 and c.layout.recompute != "full", _recompute_units),
-    Rule("world size", ("tp", "pp", "dp"), _world_broken, _world),
-    Rule("enough devices", ("tp", "pp", "dp", "device"), _devices_broken, _devices),
+    Rule("world size", ("tp", "pp", "cp", "dp"), _world_broken, _world),
+    Rule("enough devices", ("tp", "pp", "cp", "dp", "device"), _devices_broken, _devices),
     Rule("a device", ("device",),
          lambda c, f: c.train.device not in ("auto", "cpu") and f.device_count == 0, _no_device),
 )  # fmt: skip

@@ -8,8 +8,23 @@ sequence in consumption order over the whole run; dropout masks are keyed by it.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 
 import torch
+
+from isotron.core.rows import Cuts, Runs, borders
+
+
+@dataclass(frozen=True)
+class Part:
+    """The slots of every rank that shares the rows, in rank order, and what is known of the whole rows.
+
+    `positions`: of the whole rows, [B, S over all ranks].
+    """
+
+    runs: tuple[Runs, ...]
+    cuts: Cuts | None
+    positions: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -22,11 +37,28 @@ class Batch:
     positions: torch.Tensor
     sample_ids: torch.Tensor
     doc_ids: torch.Tensor | None = None
+    part: Part | None = None
 
     def to(self, device: torch.device | str) -> Batch:
         """The same batch on another device."""
         own = {f.name: getattr(self, f.name) for f in fields(self)}
-        return replace(self, **{k: v.to(device, non_blocking=True) for k, v in own.items() if v is not None})
+        moved = {k: v.to(device, non_blocking=True) for k, v in own.items() if isinstance(v, torch.Tensor)}
+        there = replace(self, **moved)  # type: ignore[arg-type]
+        if "cuts" in self.__dict__:  # counted once, where the documents were at hand
+            there.__dict__["cuts"] = self.cuts
+        return there
+
+    @cached_property
+    def cuts(self) -> Cuts | None:
+        """Borders of the documents in each whole row; None when documents are not isolated."""
+        if self.part is not None:
+            return self.part.cuts
+        return None if self.doc_ids is None else tuple(borders(row) for row in self.doc_ids.tolist())
+
+    @property
+    def longest(self) -> int:
+        """The highest position in the whole rows, plus one."""
+        return int((self.positions if self.part is None else self.part.positions).max()) + 1
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -20,14 +20,14 @@ from isotron.core.checkpoint.disk import free_bytes
 from isotron.core.checkpoint.save import SPARE_BYTES
 from isotron.core.errors import refuse
 from isotron.core.mesh import AXES, Mesh
-from isotron.core.optim.adamw import AdamW
+from isotron.core.optim.build import make_optimizer
 from isotron.core.parallel.model import ParallelModel
 from isotron.core.parallel.plan import split_layers
 from isotron.core.parallel.split import model_costs
 from isotron.core.peaks import peak_flops
 from isotron.core.precision.scaler import LossScaler
 from isotron.data.build import build_segments, count_sources
-from isotron.hub.folder import is_folder
+from isotron.hub.foreign import is_foreign
 from isotron.launch import World, from_environment, init_distributed, shutdown, stamp
 from isotron.tokenizers.base import Tokenizer
 from isotron.tokenizers.build import build_tokenizer
@@ -38,7 +38,7 @@ from isotron.train.loop import Run, train
 from isotron.train.metrics import FILE, Metrics
 from isotron.train.places import claim
 from isotron.train.saving import Saves
-from isotron.train.state import GroupRanks, TrainState, find_checkpoint, load_state
+from isotron.train.state import GroupRanks, TrainState, find_checkpoint, load_state, state_bytes
 
 
 def main(config: RunConfig, run_dir: str) -> int:
@@ -83,10 +83,10 @@ def _prepare(
     tokenizer = _tokenizer(config)
     config = with_vocabulary(config, tokenizer)
     layout = config.layout
-    mesh = Mesh(world.rank, tp=layout.tp, dp=layout.dp, pp=layout.pp)
+    mesh = Mesh(world.rank, tp=layout.tp, cp=layout.cp, dp=layout.dp, pp=layout.pp)
     dtype = devices.dtype_of(config.train.dtype)
     model = ParallelModel(config.model, layout, mesh, dtype, device, config.train.seed)
-    optimizer = AdamW(model.views(), config.optim)
+    optimizer = make_optimizer(model, config.optim)
     state = TrainState(config, model, optimizer, LossScaler.for_run(config.train.dtype, config.optim))
     say(f"isotron: {model.count_parameters():,} parameters on {mesh.size} rank(s): {_describe(config)}")
     if layout.pp > 1:
@@ -165,7 +165,7 @@ def resume(state: TrainState, say: Callable[[str], None]) -> Path | None:
     if not wanted.load:
         return None
     ranks = GroupRanks(state.model.mesh.group(*AXES))
-    exists, foreign = ranks.broadcast_json([Path(wanted.load).exists(), is_folder(wanted.load)])
+    exists, foreign = ranks.broadcast_json([Path(wanted.load).exists(), is_foreign(wanted.load)])
     if foreign:
         begin(state, Path(wanted.load), say)
         return Path(wanted.load)
@@ -215,8 +215,7 @@ def datasets(state: TrainState, eod: int | None, say: Callable[[str], None]) -> 
 def check_space(state: TrainState, directory: Path) -> None:
     """Refuse at start when not even one checkpoint fits on the disk, with the room that saving wants to leave."""
     model = state.model
-    per_element = model.dtype.itemsize + (12 if state.optimizer.own_masters else 2 * model.dtype.itemsize)
-    needed = model.count_parameters() * per_element + SPARE_BYTES
+    needed = model.count_parameters() * model.dtype.itemsize + state_bytes(state) + SPARE_BYTES
     where = next(p for p in (directory, *directory.resolve().parents) if p.exists())
     free = free_bytes(where)
     if free < needed:

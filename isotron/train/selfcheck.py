@@ -27,11 +27,15 @@ def scaled_layout(config: RunConfig) -> Layout:
     """The layout with every axis at most 2, or TP 4 where it exceeds the key/value heads."""
     own = config.layout
     tp = 4 if own.tp > config.model.kv_heads else min(own.tp, 2)
+    cp = min(own.cp, 4 if "a2a+p2p" in own.cp_comm_type else 2)
     return replace(
         own,
         tp=tp,
         pp=min(own.pp, 2),
         dp=min(max(own.dp, 1), 2),
+        cp=cp,
+        cp_comm_type=_types(own.cp_comm_type),
+        hierarchical_cp_sizes=(2, cp // 2) if "a2a+p2p" in own.cp_comm_type and cp > 1 else (),
         vpp=min(own.chunks, 2),
         schedule="auto" if is_file(own.schedule) else own.schedule,  # a table in a file has one size
         microbatch_group=0,
@@ -44,13 +48,18 @@ def scaled_layout(config: RunConfig) -> Layout:
     )
 
 
+def _types(own: tuple[str, ...]) -> tuple[str, ...]:
+    """One type, or as many different ones as there are, in the order of the layers."""
+    return tuple(dict.fromkeys(own))
+
+
 def scaled_model(config: RunConfig, layout: Layout) -> Any:
     """A small model of the same family with the same switches."""
     model = config.model
     shared = config.layout.tp > model.kv_heads
     kv = 2 if shared else max(layout.tp, 1 if model.kv_heads == 1 else 2)
     heads = kv * (model.num_attention_heads // model.kv_heads)
-    heads += -heads % layout.tp
+    heads += -heads % (layout.tp * layout.cp)  # the heads of a rank are dealt to context-parallel ranks
     decoupled = model.head_size * model.num_attention_heads != model.hidden_size
     numbered = config.layout.layers_per_stage or config.layout.pipeline_layout
     uneven = bool(model.num_layers % layout.stages) or bool(numbered)

@@ -1,7 +1,7 @@
 """What a run is made of, and how it is saved and resumed: weights, masters, moments, counters, data position.
 
-Tensors are saved under global names: `NAME` for weights, `master/NAME`, `exp_avg/NAME`, `exp_avg_sq/NAME` for optimizer
-state, each element by one rank. Everything else is a few numbers in the manifest. No random state exists.
+Tensors are saved under global names: `NAME` for weights, `master/NAME`, `exp_avg/NAME`, `momentum/NAME` and so on for
+optimizer state, each element by one rank. Everything else is a few numbers in the manifest. No random state exists.
 """
 
 from __future__ import annotations
@@ -11,17 +11,20 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from isotron.config.schema import RunConfig, to_dict
 from isotron.core import comm
 from isotron.core.checkpoint.background import BackgroundSaver
-from isotron.core.checkpoint.load import Source, Wanted, load_tensors
+from isotron.core.checkpoint.load import Source
 from isotron.core.checkpoint.locate import find, verify_files
 from isotron.core.checkpoint.ranks import together
 from isotron.core.checkpoint.save import Saved, save_checkpoint
-from isotron.core.checkpoint.weights import load_weights
+from isotron.core.checkpoint.weights import load_masters, load_weights
 from isotron.core.errors import Refused, refuse
 from isotron.core.mesh import AXES, Group
-from isotron.core.optim.adamw import AdamW
+from isotron.core.optim.optimizer import Optimizer
+from isotron.core.optim.restore import load_slots
 from isotron.core.optim.schedules import ScheduleConfig
 from isotron.core.parallel.model import ParallelModel
 from isotron.core.parallel.replicas import unequal_replicas
@@ -67,7 +70,7 @@ class TrainState:
 
     config: RunConfig
     model: ParallelModel
-    optimizer: AdamW
+    optimizer: Optimizer
     scaler: LossScaler
     step: int = 0
     consumed_samples: int = 0
@@ -91,10 +94,12 @@ def saved_tensors(state: TrainState) -> Iterator[Saved]:
     """This rank's part of a checkpoint."""
     for name, shape, pieces in state.model.weight_pieces():
         yield Saved(name, state.model.dtype, shape, pieces)
+    for name, shape, pieces in state.model.buffer_pieces():
+        yield Saved(name, state.model.wide, shape, pieces)
     # without ZeRO every data-parallel rank has all of the optimizer state, and the first one saves it
-    mine = state.model.layout.shards_optimizer or state.model.mesh.coordinate["dp"] == 0
-    for name, view, pieces in state.optimizer.pieces():
-        yield Saved(name, view.grad.dtype, view.placed.rule.shape, pieces if mine else [])
+    mine = state.model.layout.shards_optimizer or state.model.mesh.group("cp", "dp").index == 0
+    for name, view, dtype, pieces in state.optimizer.pieces():
+        yield Saved(name, dtype, view.placed.rule.shape, pieces if mine else [])
 
 
 def save_state(state: TrainState, directory: Path, files: dict[str, bytes | Path]) -> Path:
@@ -123,6 +128,15 @@ def saved_meta(state: TrainState) -> dict[str, Any]:
         "segments": list(state.segments),
         "sources": list(state.sources),
     }
+
+
+def state_bytes(state: TrainState) -> int:
+    """Bytes of optimizer state in a checkpoint, over all ranks."""
+    model = state.model
+    mine = model.layout.shards_optimizer or model.mesh.coordinate["dp"] == 0
+    parts = (t for _, _, _, pieces in state.optimizer.pieces() for _, t in pieces) if mine else ()
+    total = torch.tensor(sum(t.nbytes for t in parts), device=model.device)
+    return int(comm.all_reduce(total, state.ranks.group))
 
 
 def find_checkpoint(path: str, ranks: GroupRanks, say: Callable[[str], None]) -> Path | None:
@@ -189,14 +203,7 @@ def _no_counters(step_dir: Path, case: str) -> Refused:
 
 def _load_optimizer(state: TrainState, source: Source) -> None:
     names = set(source.names())
-    wanted = []
-    for name, view, pieces in state.optimizer.pieces(owned=False):
-        plain = name.removeprefix("master/")
-        wanted.append(Wanted(name if name in names else plain, pieces, view.placed.rule.shape))
-    load_tensors(source, wanted, strict=True, ignore=lambda name: True)
-    if state.optimizer.own_masters:
-        return
+    load_slots(state.optimizer, source)
     # a float32 run that resumes from a 16-bit one goes on from the masters, which are its weights
-    masters = [n for n in names if n.startswith("master/")]
-    if masters:
-        load_weights(state.model, source, prefix="master/")
+    if not state.optimizer.own_masters and any(n.startswith("master/") for n in names):
+        load_masters(state.model, source)

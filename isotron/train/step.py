@@ -7,32 +7,38 @@ alone, and every token's loss enters the backward with its final weight.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from isotron.core.batch import Batch
 from isotron.core.mesh import AXES
-from isotron.core.optim.adamw import AdamW
 from isotron.core.optim.clip import clip_factor, global_norm
+from isotron.core.optim.optimizer import Optimizer
 from isotron.core.optim.schedules import ScheduleConfig, learning_rate, weight_decay
 from isotron.core.parallel.model import ParallelModel
+from isotron.core.parallel.routing import count_visits, described, move_biases, sum_aux
 from isotron.core.precision.scaler import LossScaler
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step was: loss per token, gradient norm before clipping, learning rate used, global unmasked tokens."""
+    """What a step was: loss per token, gradient norm before clipping, learning rate used, global unmasked tokens.
+
+    aux: further terms of the loss, as they are reported.
+    """
 
     loss: float
     grad_norm: float
     lr: float
     tokens: int
     skipped: bool
+    aux: Mapping[str, Any] = field(default_factory=dict)
 
 
 def train_step(
     model: ParallelModel,
-    optimizer: AdamW,
+    optimizer: Optimizer,
     scaler: LossScaler,
     schedule: ScheduleConfig,
     batches: Sequence[Batch],
@@ -43,11 +49,13 @@ def train_step(
     `before_update` returns when weights and optimizer state may change: a save in the background may still read them.
     """
     tokens = model.count_tokens(batches)
-    terms = model.forward_backward(batches, weight=scaler.scale / max(tokens, 1.0))
+    count_visits(model, batches)
+    terms = model.forward_backward(batches, weight=scaler.scale / max(tokens, 1.0), scale=scaler.scale)
+    aux = sum_aux(model, terms)
     (loss,) = model.sum_terms(terms, ["loss"])
     loss /= max(tokens, 1.0)
 
-    counts_here = model.layout.shards_optimizer or model.mesh.coordinate["dp"] == 0
+    counts_here = model.layout.shards_optimizer or model.mesh.group("cp", "dp").index == 0
     norm = global_norm(optimizer.views, counts_here, model.mesh.group(*AXES), scaler.scale, model.device)
     factor = clip_factor(norm, optimizer.cfg.clip_grad) / scaler.scale
     overflow = not (math.isfinite(norm) and math.isfinite(loss))
@@ -56,5 +64,7 @@ def train_step(
         before_update()
         optimizer.step(lr, weight_decay(schedule, optimizer.updates), factor)
         model.gather_weights()
+        move_biases(model, aux)
     scaler.update(overflow)
-    return StepResult(loss, norm, lr, int(tokens), overflow)
+    sequences = sum(len(b.tokens) for b in batches) * model.mesh.sizes["dp"]
+    return StepResult(loss, norm, lr, int(tokens), overflow, described(aux, sequences, tokens))

@@ -21,8 +21,9 @@ from isotron.core.batch import Batch
 from isotron.core.errors import refuse
 from isotron.core.layout import Box
 from isotron.core.mesh import AXES, Group, Mesh
-from isotron.core.optim.adamw import AdamW
+from isotron.core.optim.build import make_optimizer
 from isotron.core.optim.config import OptimConfig
+from isotron.core.optim.optimizer import Optimizer
 from isotron.core.optim.schedules import ScheduleConfig
 from isotron.core.parallel.model import ParallelModel
 from isotron.core.parallel.plan import Layout
@@ -55,12 +56,14 @@ class Case:
     isolate: bool = False
     inject: str = ""
     device: str = "cpu"
+    # epsilon far above rounding keeps Adam from turning the last bit of a tiny gradient into a step
+    optim: OptimConfig = OptimConfig(clip_grad=1.0, adam_eps=1e-6)
 
 
 @dataclass
 class Measured:
     """What one layout gives; tensors under global names. `differing`: copies that were not bitwise equal after a
-    step.
+    step. `aux`: what each step reports beside its loss; `weights` hold buffers too.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -69,6 +72,7 @@ class Measured:
     weights: dict[str, Tensor] = field(default_factory=dict)
     initial: dict[str, Tensor] = field(default_factory=dict)
     differing: list[str] = field(default_factory=list)
+    aux: list[dict[str, Any]] = field(default_factory=list)
 
 
 def sample(case: Case, number: int) -> tuple[Tensor, Tensor]:
@@ -113,6 +117,8 @@ def randomise(model: ParallelModel, seed: int) -> None:
             p = stage.module.get_parameter(name)
             for piece in placed.shard.pieces:
                 p.data[piece.local_box.slices()] = full[piece.global_box.slices()].to(p)
+        for name, rule in stage.buffers.items():
+            stage.module.get_buffer(name).copy_(normal(rule.shape, seed, name) * 0.1)
 
 
 def _assemble(
@@ -145,15 +151,19 @@ def gradients(model: ParallelModel) -> Iterable[tuple[str, tuple[int, ...], list
             yield view.placed.name, view.placed.rule.shape, list(view.pieces(view.grad))
 
 
-class _Recording(AdamW):
+def saved(model: ParallelModel) -> Iterable[tuple[str, tuple[int, ...], list[tuple[Box, Tensor]]]]:
+    """Weights and buffers."""
+    yield from model.weight_pieces()
+    yield from model.buffer_pieces()
+
+
+class _Recording(Optimizer):
     """Keeps the gradients of the first update as they are before clipping, so that a wrong one is alone in being
     wrong.
     """
 
-    def __init__(self, model: ParallelModel, cfg: OptimConfig) -> None:
-        super().__init__(model.views(), cfg)
-        self.model = model
-        self.gradients: dict[str, Tensor] = {}
+    model: ParallelModel
+    gradients: dict[str, Tensor]
 
     def step(self, lr: float, weight_decay: float, gradient_factor: float) -> None:
         """Collective in the first update."""
@@ -166,14 +176,14 @@ def measure(case: Case) -> Measured:
     """Train `case.steps` steps in its layout on the ranks of this world; complete on the first rank."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     layout = case.layout
-    mesh = Mesh(rank, tp=layout.tp, dp=max(layout.dp, 1), pp=layout.pp)
+    mesh = Mesh(rank, tp=layout.tp, cp=layout.cp, dp=max(layout.dp, 1), pp=layout.pp)
     dtype = getattr(torch, case.dtype)
     model = ParallelModel(case.model, layout, mesh, dtype, devices.resolve(case.device, mesh.rank), case.seed)
     world, found = mesh.group(*AXES), Measured()
     found.initial = _assemble(model.weight_pieces(), world)
     randomise(model, case.seed + 1)
-    # epsilon far above rounding keeps Adam from turning the last bit of a tiny gradient into a step
-    optimizer = _Recording(model, OptimConfig(clip_grad=1.0, adam_eps=1e-6))
+    optimizer = make_optimizer(model, case.optim, _Recording)
+    optimizer.model, optimizer.gradients = model, {}
     schedule = ScheduleConfig(lr=1e-3, lr_decay_style="constant", weight_decay=0.1)
     with injected(case.inject, model):
         for step in range(case.steps):
@@ -181,8 +191,9 @@ def measure(case: Case) -> Measured:
             result = train_step(model, optimizer, LossScaler(1.0, dynamic=False), schedule, batches)
             found.losses.append(result.loss)
             found.norms.append(result.grad_norm)
+            found.aux.append(dict(result.aux))
             found.differing += [name for name in unequal_replicas(model) if name not in found.differing]
-    found.gradients, found.weights = optimizer.gradients, _assemble(model.weight_pieces(), world)
+    found.gradients, found.weights = optimizer.gradients, _assemble(saved(model), world)
     return found
 
 
@@ -214,6 +225,8 @@ def compare(found: Measured, reference: Measured, tolerance: float = 1e-9) -> li
         torch.tensor(found.norms, dtype=torch.float64),
         torch.tensor(reference.norms, dtype=torch.float64),
     )
+    for name in sorted({name for step in (*found.aux, *reference.aux) for name in step}):
+        row(f"aux {name}", *(_series(m.aux, name) for m in (found, reference)))
     table += [Row(f"copies of {name}", 1.0, 1.0, False) for name in found.differing]
     for kind, label in (("initial", "initial"), ("gradients", "gradient"), ("weights", "weight")):
         ours, theirs = getattr(found, kind), getattr(reference, kind)
@@ -221,3 +234,8 @@ def compare(found: Measured, reference: Measured, tolerance: float = 1e-9) -> li
             nothing = torch.full((1,), torch.nan)
             row(f"{label} {name}", ours.get(name, nothing), theirs.get(name, nothing))
     return table
+
+
+def _series(steps: list[dict[str, Any]], name: str) -> Tensor:
+    """What all steps report under a name; NaN where they do not."""
+    return torch.stack([torch.tensor(step.get(name, torch.nan), dtype=torch.float64).reshape(-1) for step in steps])

@@ -14,6 +14,11 @@ from isotron.config.tables import read_tables, read_toml, tomllib
 from isotron.core.errors import Refused
 
 OPTIONS = """
+num_experts moe_router_topk moe_ffn_hidden_size moe_layer_freq moe_router_score_function moe_norm_topk_prob
+moe_router_topk_scaling_factor moe_router_num_groups moe_router_group_topk moe_router_group_scores
+moe_router_enable_expert_bias moe_router_bias_update_rate moe_router_load_balancing_type moe_aux_loss_coeff
+moe_z_loss_coeff moe_input_jitter_eps moe_expert_capacity_factor moe_token_drop_policy
+moe_pad_expert_input_to_capacity moe_shared_expert_intermediate_size moe_shared_expert_gate
 activation adam_beta1 adam_beta2 adam_eps attention_dropout check_interval clip_grad data_cache_path data_path
 ddp_bucket_size device dp dtype eod_mask_loss eval_interval eval_iters ffn_hidden_size finetune first_stage_layers
 global_batch_size head_dim hidden_dropout hidden_size hysteresis init_method_std initial_loss_scale keep_last
@@ -27,6 +32,9 @@ overlap_grad_reduce overlap_param_gather pp recompute recompute_num_layers reset
 rope_theta run_dir save save_interval schedule seed seq_length sequence_parallel split start_weight_decay
 stuck_after_s end_weight_decay tensorboard tie_embeddings tokenizer_model tokenizer_type tp train_iters
 valid_data_path vocab_file vocab_size vpp wandb_exp_name wandb_project weight_decay weight_decay_incr_style zero
+sgd_momentum lion_beta1 lion_beta2 muon_momentum muon_nesterov muon_ns_steps muon_scale_mode muon_extra_scale_factor
+muon_others exp_avg_dtype exp_avg_sq_dtype master_remainders param_groups freeze
+cp cp_comm_type hierarchical_cp_sizes
 schedule_memory schedule_costs microbatch_group layer_split pipeline_layout recompute_keep trace async_save
 keep_every on_save_failure
 """

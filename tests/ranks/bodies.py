@@ -15,7 +15,7 @@ from torch import Tensor
 from isotron.core import comm
 from isotron.core.batch import Batch
 from isotron.core.mesh import ALONE, Mesh
-from isotron.core.optim.adamw import AdamW
+from isotron.core.optim.build import make_optimizer
 from isotron.core.optim.config import OptimConfig
 from isotron.core.optim.schedules import ScheduleConfig
 from isotron.core.parallel.model import ParallelModel
@@ -29,7 +29,7 @@ def build(case: Case) -> ParallelModel:
     """A model with random weights in the case's layout."""
     where = case.layout
     rank = dist.get_rank() if dist.is_initialized() else 0
-    mesh = Mesh(rank, tp=where.tp, dp=max(where.dp, 1), pp=where.pp)
+    mesh = Mesh(rank, tp=where.tp, cp=where.cp, dp=max(where.dp, 1), pp=where.pp)
     model = ParallelModel(case.model, where, mesh, getattr(torch, case.dtype), torch.device("cpu"), case.seed)
     randomise(model, case.seed + 1)
     return model
@@ -43,7 +43,7 @@ def steps_of(
     same_data: bool = False,
 ) -> list[StepResult]:
     """Train the case's steps; `after` runs after each. `same_data`: the first step's batches again and again."""
-    optimizer = AdamW(model.views(), OptimConfig())
+    optimizer = make_optimizer(model, OptimConfig())
     schedule = ScheduleConfig(lr=lr, lr_decay_style="constant")
     results = []
     for step in range(case.steps):
@@ -144,7 +144,7 @@ def _losses(model: ParallelModel, batch: Batch, start: int, stop: int) -> Tensor
 def overflow(case: Case, rank: int) -> list[Any]:
     """float16 steps, one rank's gradient infinite in steps 1 and 2: (skipped, scale, weights moved) of each step."""
     model = build(case)
-    optimizer = AdamW(model.views(), OptimConfig())
+    optimizer = make_optimizer(model, OptimConfig())
     scaler = LossScaler(2.0**8, hysteresis=2, window=2)
     schedule = ScheduleConfig(lr=1e-2, lr_decay_style="constant")
     seen = []

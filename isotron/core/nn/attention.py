@@ -4,13 +4,13 @@ Legend: B batch, S sequence, D hidden, H query heads, K key/value heads, N head 
 local heads, read from the shapes of the weights: the output projection's input width gives H, the rest of q|k|v is K
 twice.
 
-The socket `core` turns q_BHSN k_BKTN v_BKTN into o_BHSN. `Causal` is the plain one: a fused kernel where nothing
-hinders it, explicit probabilities where dropout must be keyed. Source: Ainslie et al. 2023 (grouped queries).
+The socket `core` turns q_BHSN k_BKSN v_BKSN into o_BHSN; the heads of v may have another size. `Causal` is the plain
+one: a fused kernel where nothing hinders it, explicit probabilities where dropout must be keyed, tiles (`tiles.py`)
+where documents or a window leave only some blocks of queries and keys. Source: Ainslie et al. 2023 (grouped queries).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import torch
@@ -19,59 +19,75 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
+from isotron.core.errors import refuse
 from isotron.core.nn.context import Context
 from isotron.core.nn.dropout import Dropout
+from isotron.core.nn.kernels import Explicit, Kernel, default_scale, flash_for, tiled
 from isotron.core.nn.linear import Linear
 from isotron.core.nn.rope import rotate
+from isotron.core.nn.tiles import Tile, tiles
+from isotron.core.rows import Cuts, Runs, whole
 
 
 class Causal(nn.Module):
     """Each query attends to itself and what came before, inside its document when the batch isolates documents.
 
-    `window` above 0: to the last `window` positions only, itself included.
+    `window` above 0: to the last `window` positions only, itself included. `scale`: of the scores, 0 for 1/sqrt(N).
+    `backend`: "auto" (flash where nothing hinders it), "flash", "fused" (torch chooses among fused kernels) or
+    "unfused" (probabilities as tensors).
     """
 
-    def __init__(self, dropout: Dropout, window: int = 0) -> None:
+    def __init__(self, dropout: Dropout, window: int = 0, scale: float = 0.0) -> None:
         super().__init__()
-        self.dropout, self.window = dropout, window
-        self.recompute = False
+        self.dropout, self.window, self.scale = dropout, window, scale
+        self.recompute, self.backend = False, "auto"
 
-    def allowed(self, ctx: Context, queries: int, keys: int, device: torch.device) -> Tensor | None:
-        """True where a query may attend, [S, T] or [B, 1, S, T]; None when causality alone decides."""
-        narrow = 0 < self.window < keys
-        if ctx.mask_BSS is None and not narrow:
-            return None
-        mask = torch.ones(queries, keys, dtype=torch.bool, device=device).tril()
-        if narrow:
-            mask = mask.triu(1 - self.window)
-        return mask if ctx.mask_BSS is None else (ctx.mask_BSS & mask)[:, None]
-
-    def forward(self, q_BHSN: Tensor, k_BKTN: Tensor, v_BKTN: Tensor, ctx: Context) -> Tensor:
+    def forward(self, q_BHSN: Tensor, k_BKSN: Tensor, v_BKSN: Tensor, ctx: Context) -> Tensor:
         """o_BHSN."""
-        if not self.dropout.active:
-            mask = self.allowed(ctx, q_BHSN.shape[2], k_BKTN.shape[2], q_BHSN.device)
-            grouped = q_BHSN.shape[1] != k_BKTN.shape[1]
-            return scaled_dot_product_attention(
-                q_BHSN, k_BKTN, v_BKTN, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped
-            )
-        if self.recompute:
-            return checkpoint(
-                self._explicit, q_BHSN, k_BKTN, v_BKTN, ctx, use_reentrant=False, preserve_rng_state=False
-            )
-        return self._explicit(q_BHSN, k_BKTN, v_BKTN, ctx)
+        return self.over(q_BHSN, k_BKSN, v_BKSN, ctx.batch.cuts, ctx.batch.sample_ids)
 
-    def _explicit(self, q_BHSN: Tensor, k_BKTN: Tensor, v_BKTN: Tensor, ctx: Context) -> Tensor:
+    def over(self, q: Tensor, k: Tensor, v: Tensor, cuts: Cuts | None, sample_ids_B: Tensor) -> Tensor:
+        """Attention over whole rows in order; `cuts` are the documents of each row."""
+        kernel, s = self.kernel(q, sample_ids_B), q.shape[2]
+        if cuts is not None or 0 < self.window < s or q.shape[-1] != v.shape[-1]:
+            return tiled(q, k, v, self.plan(whole(s), whole(s), cuts, len(q), kernel), kernel)
+        if not isinstance(kernel, Explicit):
+            grouped = q.shape[1] != k.shape[1]
+            return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped, scale=kernel.scale)
+        if self.recompute:
+            return checkpoint(self._explicit, q, k, v, sample_ids_B, use_reentrant=False, preserve_rng_state=False)
+        return self._explicit(q, k, v, sample_ids_B)
+
+    def plan(self, queries: Runs, keys: Runs, cuts: Cuts | None, batch: int, kernel: Kernel) -> tuple[Tile, ...]:
+        """The tiles in which these queries meet these keys."""
+        longest = max(r.row + r.length for r in (*queries, *keys))
+        return tiles(queries, keys, cuts, batch, self.window if self.window < longest else 0, kernel.most, kernel.join)
+
+    def kernel(self, q: Tensor, sample_ids_B: Tensor) -> Kernel:
+        """What computes a tile of these queries; refused where the back end asked for cannot do it."""
+        scale = self.scale or default_scale(q.shape[-1])
+        if self.dropout.active or self.backend == "unfused":
+            dropout = self.dropout if self.dropout.active else None
+            if self.backend in ("flash", "fused"):
+                case = "its kernels cannot drop attention probabilities by place"
+                raise refuse(f"--attention-backend {self.backend}", case, "--attention-dropout 0.0, or unfused")
+            return Explicit(scale, dropout, sample_ids_B)
+        flash = flash_for(q, scale)
+        if flash is None and self.backend == "flash":
+            case = f"this device has no flash kernel for {q.dtype} and heads of {q.shape[-1]}"
+            raise refuse("--attention-backend flash", case, "--attention-backend auto")
+        return flash or Explicit(scale)
+
+    def _explicit(self, q_BHSN: Tensor, k_BKTN: Tensor, v_BKTN: Tensor, sample_ids_B: Tensor) -> Tensor:
         repeat = q_BHSN.shape[1] // k_BKTN.shape[1]
         k, v = (x.repeat_interleave(repeat, dim=1) if repeat > 1 else x for x in (k_BKTN, v_BKTN))
-        s, t = q_BHSN.shape[2], k.shape[2]
-        allowed = self.allowed(ctx, s, t, k.device)
-        if allowed is None:
-            allowed = torch.ones(s, t, dtype=torch.bool, device=k.device).tril()
-        scores = (q_BHSN / math.sqrt(q_BHSN.shape[-1])) @ k.transpose(-1, -2)
-        scores = scores.masked_fill(~allowed, -torch.inf)
+        s = q_BHSN.shape[2]
+        scores = (q_BHSN * (self.scale or default_scale(q_BHSN.shape[-1]))) @ k.transpose(-1, -2)
+        later = torch.ones(s, s, dtype=torch.bool, device=k.device).triu(1)
+        scores = scores.masked_fill(later, -torch.inf)
         wide = torch.promote_types(scores.dtype, torch.float32)
         p = torch.softmax(scores, -1, dtype=wide).to(v.dtype)
-        return self.dropout.on_probabilities(p, ctx.batch.sample_ids) @ v
+        return self.dropout.on_probabilities(p, sample_ids_B) @ v
 
 
 class Attention(nn.Module):

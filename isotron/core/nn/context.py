@@ -11,14 +11,13 @@ from isotron.core.batch import Batch
 
 @dataclass
 class Context:
-    """`rope`: (cos, sin) of the batch's positions, for families that rotate. `mask_BSS`: True where a query may attend,
-    beyond causality; None when documents are not isolated."""
+    """`rope`: (cos, sin) of the batch's positions, for families that rotate.
+
+    `terms`: where blocks leave their terms of the loss, name -> (sum, its weight in the loss); None when nobody asks.
+    A term counted over sequences enters the loss with `sequence_weight` times its factor.
+    """
 
     batch: Batch
     rope: tuple[Tensor, Tensor] | None = None
-
-    @property
-    def mask_BSS(self) -> Tensor | None:
-        """[B, S, S]: same document."""
-        docs = self.batch.doc_ids
-        return None if docs is None else docs[:, :, None] == docs[:, None, :]
+    terms: dict[str, tuple[Tensor, float]] | None = None
+    sequence_weight: float = 0.0

@@ -1,7 +1,8 @@
 """Dropout whose mask is a function of (seed, place in the model, sample, position, feature).
 
 Legend: B batch, S sequence, D hidden, H heads, T key positions. The same numbers come out in every layout, on any
-device, and again in a recomputed forward. Sockets: `sequence` and `heads` = (index, count) of the local slice.
+device, and again in a recomputed forward. Sockets: `sequence` and `heads` = (index, count) of the local slice;
+`context` = (index, count) of the zigzag part of every row that the sequence is, before `sequence` cuts it.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from isotron.core.random import keep_mask, key
+from isotron.core.rows import slots, zigzag
 
 
 class Dropout(nn.Module):
@@ -20,6 +22,7 @@ class Dropout(nn.Module):
         super().__init__()
         self.p, self.name, self.seed = p, name, 0
         self.sequence: tuple[int, int] = (0, 1)
+        self.context: tuple[int, int] = (0, 1)
         self.heads: tuple[int, int] = (0, 1)
 
     @property
@@ -32,19 +35,27 @@ class Dropout(nn.Module):
         if not self.active:
             return x_BSD
         _, s, d = x_BSD.shape
-        at = torch.arange(s, device=x_BSD.device) + self.sequence[0] * s
+        at = self._slots(s, x_BSD.device)
         features = torch.arange(d, device=x_BSD.device)
         return self._drop(x_BSD, sample_ids_B[:, None, None], at[:, None], features)
 
-    def on_probabilities(self, p_BHST: Tensor, sample_ids_B: Tensor) -> Tensor:
-        """Drop attention probabilities of the local heads."""
+    def _slots(self, s: int, device: torch.device) -> Tensor:
+        """Slots in their row of the s tokens held here."""
+        index, count = self.sequence
+        if self.context[1] == 1:
+            return torch.arange(s, device=device) + index * s
+        runs = zigzag(*self.context, s * count * self.context[1])
+        return torch.tensor(slots(runs)[index * s : (index + 1) * s], device=device)
+
+    def on_probabilities(self, p_BHST: Tensor, sample_ids_B: Tensor, query: int = 0, first_key: int = 0) -> Tensor:
+        """Drop attention probabilities of the local heads; `query` and `first_key` are the slots of the first ones."""
         if not self.active:
             return p_BHST
         _, h, s, t = p_BHST.shape
         device = p_BHST.device
         head = torch.arange(h, device=device) + self.heads[0] * h
-        query, keys = torch.arange(s, device=device), torch.arange(t, device=device)
-        return self._drop(p_BHST, sample_ids_B[:, None, None, None], head[:, None, None], query[:, None], keys)
+        queries, keys = torch.arange(s, device=device) + query, torch.arange(t, device=device) + first_key
+        return self._drop(p_BHST, sample_ids_B[:, None, None, None], head[:, None, None], queries[:, None], keys)
 
     def _drop(self, x: Tensor, *coordinates: Tensor) -> Tensor:
         keep = keep_mask(self.p, key(self.seed, self.name), *coordinates)

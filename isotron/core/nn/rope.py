@@ -26,17 +26,24 @@ def angles(positions_BS: Tensor, head_size: int, theta: float, dtype: torch.dtyp
 
 
 def stretched_angles(
-    positions_BS: Tensor, cfg: RotaryConfig, head_size: int, longest: int, dtype: torch.dtype
+    positions_BS: Tensor,
+    cfg: RotaryConfig,
+    head_size: int,
+    longest: int,
+    dtype: torch.dtype,
+    present: Callable[[], int] | None = None,
 ) -> Angles:
     """(cos, sin), each [B, S, 1, R/2] for the R rotated elements of a head, as `cfg` stretches them.
 
-    `longest`: the model's longest sequence.
+    `longest`: the model's longest sequence. `present`: gives the length of the present one where the positions are a
+    part of it.
     """
     wide, device = torch.promote_types(dtype, torch.float32), positions_BS.device
     size = int(head_size * cfg.rope_percent)
     steps = torch.arange(0, size, 2, dtype=wide, device=device) / size
     # only these two look at the length of the present sequence
-    length = int(positions_BS.max()) + 1 if cfg.rope_scaling in ("dynamic", "longrope") else 0
+    looked_at = cfg.rope_scaling in ("dynamic", "longrope")
+    length = 0 if not looked_at else int(positions_BS.max()) + 1 if present is None else present()
     frequencies = STRETCHES[cfg.rope_scaling](cfg, steps, longest, length)
     return _angles(positions_BS, frequencies, attention_factor(cfg, longest), dtype)
 

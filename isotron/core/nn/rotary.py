@@ -32,7 +32,8 @@ def rotary_decoder(
 
     def context(batch: Batch, dtype: torch.dtype) -> Context:
         longest = cfg.max_position_embeddings
-        return Context(batch, stretched_angles(batch.positions, cfg, cfg.head_size, longest, dtype))
+        angles = stretched_angles(batch.positions, cfg, cfg.head_size, longest, dtype, lambda: batch.longest)
+        return Context(batch, angles)
 
     ends: dict[str, nn.Module] = {}
     if first:

@@ -15,8 +15,9 @@ from torch import Tensor
 from isotron.core import comm
 from isotron.core.batch import Batch
 from isotron.core.errors import refuse
-from isotron.core.layout import Box
+from isotron.core.layout import Box, whole
 from isotron.core.mesh import AXES, Mesh
+from isotron.core.parallel.context import local_batch
 from isotron.core.parallel.data import View
 from isotron.core.parallel.pipeline.runtime import Runtime
 from isotron.core.parallel.plan import Layout, split_layers
@@ -52,22 +53,39 @@ class ParallelModel:
         own = sum(box.size for v in views for box, _ in v.pieces(v.weight))
         return int(comm.all_reduce(torch.tensor(own, device=self.device), self.mesh.group(*AXES)))
 
-    def forward_backward(self, batches: Sequence[Batch], weight: float) -> dict[str, Tensor]:
-        """Gradients of weight x (sum of token losses), summed over the whole layout; per-term sums of this rank."""
+    def forward_backward(self, batches: Sequence[Batch], weight: float, scale: float = 1.0) -> dict[str, Tensor]:
+        """Gradients of weight x (sum of token losses), summed over the whole layout; per-term sums of this rank.
+
+        `scale`: of the loss as a whole, for terms that are means over sequences.
+        """
+        sequences = sum(len(b.tokens) for b in batches) * self.mesh.sizes["dp"]
         for stage in self.stages.values():
+            stage.module.sequence_weight = scale / sequences
             stage.module.train()
             stage.flat.begin()
-        terms = self.runtime.run(self.layout.table(len(batches)), batches, weight)
+        terms = self.runtime.run(self.layout.table(len(batches)), self._local(batches), weight)
         for stage in self.stages.values():
             stage.flat.finish_reduce()
         return terms
+
+    @torch.no_grad()
+    def forward_only(self, batches: Sequence[Batch]) -> dict[str, Tensor]:
+        """Per-term sums of this rank as in training, dropout and all, without gradients."""
+        for stage in self.stages.values():
+            stage.module.train()
+        return self.runtime.run(self.layout.table(len(batches), forward_only=True), self._local(batches), 1.0)
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> dict[str, Tensor]:
         """Per-term sums of this rank without gradients."""
         for stage in self.stages.values():
             stage.module.eval()
-        return self.runtime.run(self.layout.table(len(batches), forward_only=True), batches, 1.0)
+        return self.runtime.run(self.layout.table(len(batches), forward_only=True), self._local(batches), 1.0)
+
+    def _local(self, batches: Sequence[Batch]) -> list[Batch]:
+        """This context-parallel rank's slots of whole rows."""
+        cp = self.mesh.group("cp")
+        return [local_batch(b, cp.index, cp.size) for b in batches]
 
     def views(self) -> list[View]:
         """What this rank's optimizer steps."""
@@ -90,10 +108,23 @@ class ParallelModel:
             for view in stage.flat.saved_views():
                 yield view.placed.name, view.placed.rule.shape, list(view.pieces(view.weight))
 
+    def buffer_pieces(self) -> Iterator[Saved]:
+        """The same for what is no parameter and yet belongs to the model, in float32 or wider."""
+        owns = all(self.mesh.coordinate[axis] == 0 for axis in ("tp", "cp", "dp"))
+        for stage in self.stages.values():
+            for name, rule in stage.buffers.items():
+                pieces = [(whole(rule.shape), stage.module.get_buffer(name))] if owns else []
+                yield name, rule.shape, pieces
+
+    @property
+    def wide(self) -> torch.dtype:
+        """The type of gradients, masters and buffers."""
+        return torch.promote_types(self.dtype, torch.float32)
+
     def count_tokens(self, batches: Sequence[Batch]) -> float:
-        """Unmasked tokens of a step over all ranks; looks at data only."""
+        """Unmasked tokens of a step over all ranks; looks at data only, which are whole rows on every cp rank."""
         total = torch.stack([b.loss_mask.sum(dtype=torch.float64) for b in batches]).sum()
-        return float(comm.all_reduce(total.to(self.device), self.mesh.group("cp", "dp")))
+        return float(comm.all_reduce(total.to(self.device), self.mesh.group("dp")))
 
     def sum_terms(self, terms: dict[str, Tensor], names: Sequence[str]) -> list[float]:
         """Each term summed over all ranks once, the same on every rank."""

@@ -22,7 +22,7 @@ from isotron.core.parallel.split import (
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of the mesh axes and what follows from them. Rank order: TP fastest, then DP, then PP."""
+    """Sizes of the mesh axes and what follows from them. Rank order: TP fastest, then CP, DP, PP."""
 
     tp: int = option(1, "tensor-parallel ranks: every layer is split over them")
     pp: int = option(1, "pipeline-parallel ranks: layers are dealt to them")
@@ -64,6 +64,15 @@ class Layout:
         "blocks of the stages as a string: E embedding, t block, L output layer, bars between stages, *n repeats: "
         "Et*3|(tt|)*2,L",
     )
+    cp: int = option(1, "context-parallel ranks: the slots of every sequence are dealt to them")
+    cp_comm_type: tuple[str, ...] = option(
+        ("p2p",),
+        "how keys and values of other context-parallel ranks are met: p2p (ring), allgather, a2a (heads are dealt) or "
+        "a2a+p2p; one for all layers, or one per layer",
+    )
+    hierarchical_cp_sizes: tuple[int, ...] = option(
+        (), "under a2a+p2p, ranks of an all-to-all and ranks of a ring; their product is cp"
+    )
     recompute: str = option(
         "none",
         "computed again in the backward: none, selective (norms, activations, probabilities), full (whole blocks)",
@@ -104,12 +113,16 @@ class Layout:
     @property
     def world(self) -> int:
         """Ranks in all (dp must be known)."""
-        return self.tp * self.pp * max(self.dp, 1)
+        return self.tp * self.pp * self.cp * max(self.dp, 1)
+
+    def cp_type(self, layer: int) -> str:
+        """How a block's keys and values travel under context parallelism."""
+        return self.cp_comm_type[layer % len(self.cp_comm_type)]
 
     @property
     def shards_optimizer(self) -> bool:
-        """Whether optimizer state is sharded over DP (ZeRO-1)."""
-        return self.dp > 1 and self.zero != 0
+        """Whether optimizer state is sharded over the data axis, cp x dp (ZeRO-1)."""
+        return self.dp * self.cp > 1 and self.zero != 0
 
     @property
     def schedule_name(self) -> str:

@@ -6,7 +6,7 @@ parameter; that much is allocated, drawn, and put in its place, and the sockets 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
@@ -14,12 +14,14 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from isotron.core.layout import Placed, Rule, shard
+from isotron.core.layout import Placed, Rule, Table, shard
 from isotron.core.mesh import Mesh
 from isotron.core.nn.block import PreNormBlock
 from isotron.core.nn.decoder import Decoder
 from isotron.core.nn.dropout import Dropout
+from isotron.core.nn.router import Router
 from isotron.core.parallel.buckets import partial_rule
+from isotron.core.parallel.context import fill_context
 from isotron.core.parallel.data import Flat
 from isotron.core.parallel.plan import Layout
 from isotron.core.parallel.tensor import fill_sockets
@@ -28,7 +30,7 @@ from isotron.core.random import normal_pieces
 
 @dataclass
 class Stage:
-    """One pipeline stage as this rank holds it."""
+    """One pipeline stage as this rank holds it. `buffers`: names of saved tensors without a gradient."""
 
     number: int
     module: Decoder
@@ -37,6 +39,7 @@ class Stage:
     hidden_size: int
     sequence_split: int
     dtype: torch.dtype
+    buffers: dict[str, Rule] = field(default_factory=dict)
 
     def recompute(self, wanted: bool) -> None:
         """Under full recompute: whether the next forward keeps only the inputs of its recomputed units."""
@@ -82,12 +85,23 @@ def build_stage(
         _check_shape(name, p, here, padded)
         _put(module, name, nn.Parameter(initial(here, dtype, seed).to(device)))
         placed[name] = here
+    buffers = _make_buffers(module, table, torch.promote_types(dtype, torch.float32), device)
     known = placed if beside is None else {**beside.placed, **placed}
     fill_sockets(module, {**placed, **_aliases(known, tied)}, mesh.group("tp"), layout.sequence_parallel)
+    fill_context(module, layout, mesh)
     _set_policies(module, layout, seed)
     flat = _flatten(module, placed, tied, first, last, layout, mesh)
     sequence_split = layout.tp if layout.sequence_parallel else 1
-    return Stage(number, module, flat, placed, cfg.hidden_size, sequence_split, dtype)
+    return Stage(number, module, flat, placed, cfg.hidden_size, sequence_split, dtype, buffers)
+
+
+def _make_buffers(module: nn.Module, table: Table, dtype: torch.dtype, device: torch.device) -> dict[str, Rule]:
+    """Give every buffer its memory, zeros; the same on all ranks that hold the stage."""
+    rules = {name: table.rule(name) for name, _ in module.named_buffers()}
+    for name, rule in rules.items():
+        owner, _, leaf = name.rpartition(".")
+        setattr(module.get_submodule(owner), leaf, torch.zeros(rule.shape, dtype=dtype, device=device))
+    return rules
 
 
 def initial(placed: Placed, dtype: torch.dtype, seed: int) -> Tensor:
@@ -123,7 +137,7 @@ def _check_shape(name: str, p: Tensor, placed: Placed, padded: int) -> None:
 def _set_policies(module: Decoder, layout: Layout, seed: int) -> None:
     module.recompute, module.recompute_layers = layout.recompute, layout.recompute_num_layers
     for layer in module.modules():
-        if isinstance(layer, Dropout):
+        if isinstance(layer, (Dropout, Router)):
             layer.seed = seed
         if isinstance(layer, PreNormBlock):
             layer.set_recompute(layout.recompute == "selective")

@@ -1,0 +1,298 @@
+"""Attention kernels over tiles: what a tile gives, and how tiles are put together by the log-sum-exp of their scores.
+
+Legend: B batch, H query heads, K key/value heads, S queries, T keys, N head size of queries and keys, V of values.
+
+A kernel turns one tile into (o, lse) and, given the o and lse of the whole row of keys, into the tile's part of the
+gradients: with p = exp(score - lse) parts from different tiles add up. Source: Dao 2023 (FlashAttention-2), section 3;
+Liu et al. 2023 (ring attention).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from isotron.core import device as devices
+from isotron.core.nn.dropout import Dropout
+from isotron.core.nn.tiles import Kind, Tile
+
+aten = torch.ops.aten
+EXPLICIT_QUERIES = 1024  # queries of an explicit tile: its scores exist in memory
+
+
+class Kernel(Protocol):
+    """One way to compute a tile."""
+
+    @property
+    def scale(self) -> float:
+        """Factor of the scores."""
+        ...
+
+    @property
+    def most(self) -> int:
+        """Queries per tile that it asks for; 0 for any."""
+        ...
+
+    @property
+    def join(self) -> bool:
+        """Whether a tile may span several runs (see `tiles`)."""
+        ...
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
+        """o_BHSV and lse_BHS of the tile's own keys."""
+        ...
+
+    def backward(
+        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, tile: Tile
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The tile's part of dq, dk, dv; o and lse are those over all keys."""
+        ...
+
+
+@lru_cache(maxsize=64)
+def band(queries: int, keys: int, ahead: int, window: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[S, T] zeros where a query may attend and -inf elsewhere; the first query stands `ahead` slots after the first
+    key.
+    """
+    distance = ahead + torch.arange(queries, device=device)[:, None] - torch.arange(keys, device=device)
+    hidden = distance < 0
+    if window:
+        hidden |= distance >= window
+    return torch.zeros(queries, keys, dtype=dtype, device=device).masked_fill_(hidden, -torch.inf)
+
+
+def _bias(tile: Tile, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+    if tile.kind is Kind.FULL:
+        return None
+    queries, keys = tile.shape
+    return band(queries, keys, 0 if tile.kind is Kind.CAUSAL else tile.q_at - tile.k_at, tile.window, dtype, device)
+
+
+@dataclass(frozen=True)
+class HostFlash:
+    """torch's flash kernel for the CPU; any floating type, grouped queries, masks."""
+
+    scale: float
+    most: int = 0
+    join: bool = True
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
+        """o and lse of a tile."""
+        causal = tile.kind is Kind.CAUSAL
+        mask = _bias(tile, q.dtype, q.device) if tile.kind is Kind.BAND else None
+        wide = _padded(v, q.shape[-1])
+        o, lse = aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, wide, 0.0, causal, attn_mask=mask, scale=self.scale
+        )
+        return o[..., : v.shape[-1]], lse
+
+    def backward(
+        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, tile: Tile
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The tile's part of dq, dk, dv."""
+        causal = tile.kind is Kind.CAUSAL
+        mask = _bias(tile, q.dtype, q.device) if tile.kind is Kind.BAND else None
+        n = q.shape[-1]
+        dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            _padded(do, n), q, k, _padded(v, n), _padded(o, n), lse, 0.0, causal, attn_mask=mask, scale=self.scale
+        )
+        return dq, dk, dv[..., : v.shape[-1]]
+
+
+@dataclass(frozen=True)
+class Explicit:
+    """Scores and probabilities as tensors of one tile: any device, any shape, with dropout of the probabilities."""
+
+    scale: float
+    dropout: Dropout | None = None
+    sample_ids: Tensor | None = None
+    most: int = EXPLICIT_QUERIES
+    join: bool = False
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
+        """o and lse of a tile."""
+        scores = self._scores(q, k, tile)
+        lse = torch.logsumexp(scores, -1)
+        p = torch.exp(scores - lse[..., None])
+        return _grouped_matmul(self._drop(p, tile).to(v.dtype), v), lse
+
+    def backward(
+        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, tile: Tile
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The tile's part of dq, dk, dv."""
+        p = torch.exp(self._scores(q, k, tile) - lse[..., None])
+        dv = _to_groups(self._drop(p, tile).to(v.dtype), do, v.shape[1])
+        dp = self._drop(_grouped_matmul(do, v.transpose(-1, -2)).to(p.dtype), tile)
+        delta = (do.to(p.dtype) * o).sum(-1, keepdim=True)
+        ds = (p * (dp - delta) * self.scale).to(q.dtype)
+        return _grouped_matmul(ds, k), _to_groups(ds, q, k.shape[1]), dv
+
+    def _scores(self, q: Tensor, k: Tensor, tile: Tile) -> Tensor:
+        wide = torch.promote_types(q.dtype, torch.float32)
+        scores = (_grouped_matmul(q, k.transpose(-1, -2))).to(wide) * self.scale
+        bias = _bias(tile, wide, q.device)
+        return scores if bias is None else scores + bias
+
+    def _drop(self, x: Tensor, tile: Tile) -> Tensor:
+        if self.dropout is None or self.sample_ids is None:
+            return x
+        return self.dropout.on_probabilities(x, self.sample_ids[slice(*tile.rows)], tile.q_at, tile.k_at)
+
+
+@dataclass(frozen=True)
+class DeviceFlash:
+    """torch's flash kernel of an accelerator for 16-bit types; tiles with a mask of their own are computed explicitly.
+
+    Head sizes are padded to a multiple of 8 there.
+    """
+
+    scale: float
+    most: int = 0
+    join: bool = True
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
+        """o and lse of a tile."""
+        if tile.kind is Kind.BAND:
+            return Explicit(self.scale).forward(q, k, v, tile)
+        n = -(-q.shape[-1] // 8) * 8
+        found = self._run(_padded(q, n), _padded(k, n), _padded(v, n), tile)
+        return found[0][..., : v.shape[-1]], found[1]
+
+    def _run(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> Any:
+        k, v = _repeated(k, q.shape[1]), _repeated(v, q.shape[1])
+        return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, tile.kind is Kind.CAUSAL, scale=self.scale)
+
+    def backward(
+        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, tile: Tile
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The tile's part of dq, dk, dv."""
+        if tile.kind is Kind.BAND:
+            return Explicit(self.scale).backward(do, q, k, v, o, lse, tile)
+        n = -(-q.shape[-1] // 8) * 8
+        heads = q.shape[1]
+        wide = [_padded(q, n), _repeated(_padded(k, n), heads), _repeated(_padded(v, n), heads)]
+        # without dropout the state of its generator is not read
+        state = torch.zeros(2, dtype=torch.uint64, device=q.device)
+        dq, dk, dv = aten._scaled_dot_product_flash_attention_backward(
+            _padded(do, n), *wide, _padded(o, n), lse, None, None, q.shape[2], k.shape[2], 0.0,
+            tile.kind is Kind.CAUSAL, state, state[:0], scale=self.scale,
+        )  # fmt: skip
+        dk, dv = (x.unflatten(1, (k.shape[1], -1)).sum(2, dtype=torch.float32).to(k.dtype) for x in (dk, dv))
+        return dq[..., : q.shape[-1]], dk[..., : k.shape[-1]], dv[..., : v.shape[-1]]
+
+
+def _padded(x: Tensor, size: int) -> Tensor:
+    """Zeros behind the last dimension up to `size`."""
+    return x if x.shape[-1] == size else torch.nn.functional.pad(x, (0, size - x.shape[-1]))
+
+
+def _repeated(k: Tensor, heads: int) -> Tensor:
+    return k if k.shape[1] == heads else k.repeat_interleave(heads // k.shape[1], 1)
+
+
+def _grouped_matmul(a_BHSX: Tensor, b_BKXY: Tensor) -> Tensor:
+    """a @ b with each head of b for its group of heads of a."""
+    groups = a_BHSX.unflatten(1, (b_BKXY.shape[1], -1))
+    return (groups @ b_BKXY[:, :, None]).flatten(1, 2)
+
+
+def _to_groups(p_BHST: Tensor, x_BHSY: Tensor, kv_heads: int) -> Tensor:
+    """p^T x summed over each group of heads: [B, K, T, Y]."""
+    p, x = (t.unflatten(1, (kv_heads, -1)) for t in (p_BHST, x_BHSY))
+    return (p.transpose(-1, -2) @ x).sum(2)
+
+
+def flash_for(q: Tensor, scale: float) -> Kernel | None:
+    """The flash kernel that this device has for these tensors, if any."""
+    if not devices.is_cuda(q.device):
+        return HostFlash(scale)
+    narrow = q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] <= 256
+    return DeviceFlash(scale) if narrow and devices.capabilities(q.device).flash else None
+
+
+# ---- putting tiles together ----------------------------------------------------------------------------------------
+
+
+def empty_result(q: Tensor, v: Tensor, exact: bool) -> tuple[Tensor, Tensor]:
+    """(o_BHSV, lse_BHS) without any key; `exact`: o in float32 or wider, for several tiles over the same queries."""
+    b, h, s, _ = q.shape
+    wide = torch.promote_types(q.dtype, torch.float32)
+    o = torch.zeros(b, s, h, v.shape[-1], dtype=wide if exact else q.dtype, device=q.device).transpose(1, 2)
+    return o, torch.full((b, h, s), -torch.inf, dtype=wide, device=q.device)
+
+
+def add_tiles(
+    kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, plan: Sequence[Tile], o: Tensor, lse: Tensor, begun: bool = False
+) -> None:
+    """Bring the keys of a plan into (o, lse). `begun`: they hold other keys already."""
+    for tile in plan:
+        rows, on, over = slice(*tile.rows), slice(*tile.q), slice(*tile.k)
+        part, part_lse = kernel.forward(q[rows, :, on], k[rows, :, over], v[rows, :, over], tile)
+        o_here, lse_here = o[rows, :, on], lse[rows, :, on]
+        if tile.first and not begun:
+            o_here.copy_(part)
+            lse_here.copy_(part_lse)
+            continue
+        both = torch.logaddexp(lse_here, part_lse)
+        o_here.mul_((lse_here - both).exp_()[..., None]).addcmul_(part.to(o.dtype), (part_lse - both).exp_()[..., None])
+        lse_here.copy_(both)
+
+
+def add_gradients(
+    kernel: Kernel,
+    do: Tensor,
+    q_k_v: tuple[Tensor, Tensor, Tensor],
+    o_lse: tuple[Tensor, Tensor],
+    plan: Sequence[Tile],
+    sums: tuple[Tensor, Tensor, Tensor],
+) -> None:
+    """Add the gradients of a plan's tiles to dq, dk, dv."""
+    (q, k, v), (o, lse), (dq, dk, dv) = q_k_v, o_lse, sums
+    for tile in plan:
+        rows, on, over = slice(*tile.rows), slice(*tile.q), slice(*tile.k)
+        here = (do[rows, :, on], q[rows, :, on], k[rows, :, over], v[rows, :, over], o[rows, :, on], lse[rows, :, on])
+        a, b, c = kernel.backward(*here, tile)
+        dq[rows, :, on].add_(a)
+        dk[rows, :, over].add_(b)
+        dv[rows, :, over].add_(c)
+
+
+def zeros_like_wide(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Zeros of the same shapes in float32 or wider."""
+    return tuple(
+        torch.zeros(t.shape, dtype=torch.promote_types(t.dtype, torch.float32), device=t.device) for t in tensors
+    )
+
+
+class _Tiled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: Sequence[Tile], kernel: Kernel) -> Tensor:
+        o, lse = empty_result(q, v, not all(tile.first for tile in plan))
+        add_tiles(kernel, q, k, v, plan, o, lse)
+        o = o.to(q.dtype)
+        ctx.plan, ctx.kernel = plan, kernel
+        ctx.save_for_backward(q, k, v, o, lse)
+        return o
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, o, lse = ctx.saved_tensors
+        sums = zeros_like_wide(q, k, v)
+        add_gradients(ctx.kernel, do, (q, k, v), (o, lse), ctx.plan, sums)  # type: ignore[arg-type]
+        return *(s.to(q.dtype) for s in sums), None, None
+
+
+def tiled(q: Tensor, k: Tensor, v: Tensor, plan: Sequence[Tile], kernel: Kernel) -> Tensor:
+    """o_BHSV of attention inside the tiles of a plan, all on this rank."""
+    return _Tiled.apply(q, k, v, plan, kernel)
+
+
+def default_scale(head_size: int) -> float:
+    """1 / sqrt(N)."""
+    return 1 / math.sqrt(head_size)

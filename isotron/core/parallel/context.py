@@ -1,0 +1,78 @@
+"""Context parallelism: every rank holds some slots of every row. Here rows are cut, the one place, and the attention
+layers of a stage get the core that lets their queries meet the keys of other ranks.
+
+| --cp-comm-type | keys and values                                           | needs                               |
+|----------------|-----------------------------------------------------------|-------------------------------------|
+| p2p            | travel in a ring, one block while another is worked on    | nothing                             |
+| allgather      | come all at once                                          | memory for the whole rows' keys     |
+| a2a            | heads are dealt to the ranks instead of slots             | query heads that the ranks divide   |
+| a2a+p2p        | a2a in small groups of neighbours, a ring over the groups | --hierarchical-cp-sizes             |
+
+Everything else of a layer works token by token and needs nothing. Gradients are summed over cp x dp in `data.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+import torch.nn as nn
+
+from isotron.core.batch import Batch, Part
+from isotron.core.mesh import Group, Mesh
+from isotron.core.nn.attention import Causal
+from isotron.core.nn.decoder import Decoder
+from isotron.core.nn.dropout import Dropout
+from isotron.core.parallel.context_heads import Heads
+from isotron.core.parallel.context_ring import Ring
+from isotron.core.parallel.plan import Layout
+from isotron.core.rows import slots, zigzag
+
+
+def local_batch(batch: Batch, index: int, count: int) -> Batch:
+    """What rank `index` of `count` holds of a batch of whole rows."""
+    if count == 1:
+        return batch
+    runs = tuple(zigzag(i, count, batch.shape[1]) for i in range(count))
+    here = torch.tensor(slots(runs[index]), device=batch.tokens.device)
+    fields = {
+        name: getattr(batch, name).index_select(1, here)
+        for name in ("tokens", "labels", "loss_mask", "positions", "doc_ids")
+        if getattr(batch, name) is not None
+    }
+    return replace(batch, **fields, part=Part(runs, batch.cuts, batch.positions))
+
+
+def fill_context(module: Decoder, layout: Layout, mesh: Mesh) -> None:
+    """Give the attention layers of a stage the cores of its context parallelism, and dropout its place in the rows."""
+    group, tp = mesh.group("cp"), mesh.group("tp")
+    if group.size == 1:
+        return
+    for layer in module.modules():
+        if isinstance(layer, Dropout):
+            layer.context = (group.index, group.size)
+    for number, block in module.layers.items():
+        kind = layout.cp_type(int(number))
+        for layer in list(block.modules()):
+            plain = getattr(layer, "core", None)
+            if isinstance(plain, Causal):
+                layer.core = _core(plain, kind, layout, mesh, group, tp)
+
+
+def _core(plain: Causal, kind: str, layout: Layout, mesh: Mesh, group: Group, tp: Group) -> nn.Module:
+    if kind in ("p2p", "allgather"):
+        return Ring(plain, group, [[i] for i in range(group.size)], gather=kind == "allgather")
+    size = group.size if kind == "a2a" else layout.hierarchical_cp_sizes[0]
+    inner, outer = groups_of(mesh, size)
+    plain.dropout.heads = (tp.index * size + inner.index, tp.size * size)
+    blocks = [list(range(start, start + size)) for start in range(0, group.size, size)]
+    members = blocks[group.index // size]
+    return Heads(plain, inner, members, Ring(plain, outer, blocks) if outer.size > 1 else None)
+
+
+def groups_of(mesh: Mesh, size: int) -> tuple[Group, Group]:
+    """The neighbours of this rank along cp in blocks of `size`, and its counterparts in the other blocks."""
+    inner = mesh.subgroup("cp", size)
+    along: Sequence[int] = mesh.ranks_along("cp")
+    return inner, mesh.group_of(along[mesh.coordinate["cp"] % size :: size])

@@ -1,0 +1,96 @@
+"""Attention over heads instead of slots: an all-to-all gives every rank whole rows of some heads, another one takes
+them back. Hierarchical: that inside small groups, and a ring over what the groups hold.
+
+Legend: B batch, H query heads, K key/value heads, S local slots, N head size, n ranks of the inner group.
+Source: Jacobs et al. 2023 (DeepSpeed Ulysses); Fang & Zhao 2024 (hierarchical).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import gcd
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from isotron.core import comm
+from isotron.core.errors import refuse
+from isotron.core.mesh import Group
+from isotron.core.nn.attention import Causal
+from isotron.core.nn.context import Context
+from isotron.core.parallel.context_ring import Ring, part_of
+from isotron.core.rows import joined, slots
+
+
+class _ToHeads(torch.autograd.Function):
+    """x_B(nH)SN of the local slots -> x_BH(nS)N of the local heads, slots in rank order."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return _to_heads(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:
+        return _to_slots(dx, ctx.group), None
+
+
+class _ToSlots(torch.autograd.Function):
+    """The other way."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return _to_slots(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:
+        return _to_heads(dx, ctx.group), None
+
+
+def _to_heads(x: Tensor, group: Group) -> Tensor:
+    return _dealt(x.unflatten(1, (group.size, -1)).movedim(1, 0), group).movedim(0, 2).flatten(2, 3)
+
+
+def _to_slots(x: Tensor, group: Group) -> Tensor:
+    return _dealt(x.unflatten(2, (group.size, -1)).movedim(2, 0), group).movedim(0, 1).flatten(1, 2)
+
+
+def _dealt(parts: Tensor, group: Group) -> Tensor:
+    """Part j of rank i as part i of rank j."""
+    counts = [parts[0].numel()] * group.size
+    return comm.start_all_to_all(parts.flatten(), counts, counts, group).wait().view(parts.shape)
+
+
+class Heads(nn.Module):
+    """Socket: the core of a layer whose heads are dealt to the ranks of `inner` while attention is computed.
+
+    `outer`: a ring over the inner groups, None where one inner group holds whole rows. `members`: the context-parallel
+    ranks of the inner group.
+    """
+
+    def __init__(self, plain: Causal, inner: Group, members: Sequence[int], outer: Ring | None = None) -> None:
+        super().__init__()
+        self.plain, self.inner, self.outer, self.members = plain, inner, outer, tuple(members)
+
+    def forward(self, q_BHSN: Tensor, k_BKSN: Tensor, v_BKSN: Tensor, ctx: Context) -> Tensor:
+        """o_BHSN of the local queries."""
+        part, n, ids = part_of(ctx), self.inner.size, ctx.batch.sample_ids
+        if q_BHSN.shape[1] % n:
+            h = q_BHSN.shape[1]
+            case = f"an all-to-all deals the {h} query heads of a rank to {n} ranks, and {h} / {n} = {h / n:g}"
+            raise refuse("--cp-comm-type a2a", case, "--cp-comm-type p2p")
+        copies = n // gcd(k_BKSN.shape[1], n)  # fewer key/value heads than ranks: every rank gets those it needs
+        if copies > 1:
+            k_BKSN, v_BKSN = (x.repeat_interleave(copies, 1) for x in (k_BKSN, v_BKSN))
+        q, k, v = (_ToHeads.apply(x, self.inner) for x in (q_BHSN, k_BKSN, v_BKSN))
+        if self.outer is not None:
+            runs = [joined([part.runs[r] for r in ranks]) for ranks in self.outer.parts]
+            return _ToSlots.apply(self.outer.among(q, k, v, runs, part.cuts, ids), self.inner)
+        there = torch.tensor(slots(joined([part.runs[r] for r in self.members])), device=q.device)
+        order = torch.argsort(there)
+        q, k, v = (x.index_select(2, order) for x in (q, k, v))
+        o = self.plain.over(q, k, v, part.cuts, ids).index_select(2, there)
+        return _ToSlots.apply(o, self.inner)

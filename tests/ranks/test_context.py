@@ -1,0 +1,50 @@
+"""Context parallelism against one process: loss, norm, every gradient, weights after two steps, in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from isotron.train.verify import measure
+from tests.context_matrix import AXES, case_of, legal
+from tests.covering import Case as Choice
+from tests.covering import covering, product_of, uncovered
+from tests.matrix import faults, reference_of
+
+PAIRS = covering(AXES, legal)
+
+
+def name_of(choice: Choice) -> str:
+    return "-".join(f"{key}{value}" if key in ("cp", "zero") else str(value) for key, value in choice.items())
+
+
+def check(ranks: Callable[..., list[Any]], choice: Choice) -> None:
+    case = case_of(choice)
+    found = ranks(case.layout.world, measure, case, timeout=120)[0]
+    bad = faults(found, reference_of(case))
+    assert not bad, f"{name_of(choice)}: {len(bad)} rows differ from one process, worst first\n" + "\n".join(bad[:8])
+
+
+def test_every_pair_of_features_is_covered() -> None:
+    assert uncovered(PAIRS, AXES, legal) == set()
+
+
+@pytest.mark.parametrize("choice", sorted(PAIRS, key=lambda c: case_of(c).layout.world), ids=name_of)
+def test_pairs(ranks: Callable[..., list[Any]], choice: Choice) -> None:
+    check(ranks, choice)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("beside", ["TP2", "TP2+SP", "PP2", "DP2"])
+@pytest.mark.parametrize("comm", AXES["comm"])
+@pytest.mark.parametrize("model", AXES["model"])
+def test_four_ranks_beside_others(ranks: Callable[..., list[Any]], beside: str, comm: str, model: str) -> None:
+    for rows in AXES["rows"]:
+        check(ranks, {"cp": 4, "comm": comm, "model": model, "rows": rows, "beside": beside, "zero": 1,
+                      "recompute": "none"})  # fmt: skip
+
+
+def test_the_product_is_larger_than_what_is_always_run() -> None:
+    assert len(PAIRS) < len(product_of(AXES, legal)) / 4
