@@ -22,6 +22,11 @@ _SETUP = "process groups are set up from --tp, --pp, --dp"
 
 # option: (words, -1 = all up to the next option; reason)
 IGNORED: dict[str, tuple[int, str]] = {
+    "--moe-grouped-gemm": (0, "experts are one grouped product where the device has it"),
+    "--moe-use-legacy-grouped-gemm": (0, "experts are one grouped product where the device has it"),
+    "--moe-permute-fusion": (0, "tokens are put in order in one pass"),
+    "--moe-router-fusion": (0, "there is one implementation of the router"),
+    "--moe-per-layer-logging": (0, "every layer's balance is in metrics.jsonl"),
     "--transformer-impl": (1, _ONE),
     "--use-mcore-models": (0, _ONE),
     "--attention-backend": (1, "the attention kernel is picked by what the device can do"),
@@ -38,6 +43,7 @@ IGNORED: dict[str, tuple[int, str]] = {
     "--gradient-accumulation-fusion": (0, _ACC),
     "--no-gradient-accumulation-fusion": (0, _ACC),
     "--accumulate-allreduce-grads-in-fp32": (0, _ACC),
+    "--use-precision-aware-optimizer": (0, "the types of optimizer state are options of their own: --exp-avg-dtype"),
     "--attention-softmax-in-fp32": (0, "the softmax of attention always sums in float32"),
     "--no-query-key-layer-scaling": (0, "scores are never scaled by the layer number"),
     "--calculate-per-token-loss": (0, "the loss is always the mean over the unmasked tokens of the whole step"),
@@ -108,10 +114,8 @@ IGNORED: dict[str, tuple[int, str]] = {
     "--no-one-logger": (0, "nothing is sent anywhere unless --wandb-project asks for it"),
     "--log-straggler": (0, "per-rank step times are not compared in this version"),
     "--log-interval": (1, "progress is shown as time passes"),  # of preprocessing; a training run has it
-    "--partitions": (1, "documents are encoded in parallel and written in order by one writer"),
     "--keep-sequential-samples": (0, "documents are always written in the order of the input"),
-    "--keep-newlines": (0, "texts are encoded as they are"),
-    "--lang": (1, "texts are encoded as they are, not split into sentences"),
+    "--lang": (1, "sentences are told by their punctuation, in any language"),
     "--exit-signal-handler": (0, "SIGTERM, SIGUSR1 and SIGINT always save a checkpoint and stop the run"),
     "--exit-signal": (1, "SIGTERM, SIGUSR1 and SIGINT always save a checkpoint and stop the run"),
     "--check-for-nan-in-loss-and-grad": (0, "a step whose loss or gradient norm is not finite is never applied"),

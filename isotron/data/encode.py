@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from isotron.core.errors import Refused
-from isotron.data.records import Record, RecordBatch
+from isotron.data.records import Record, RecordBatch, line_of
+from isotron.data.sentences import split_sentences
 from isotron.tokenizers.base import Tokenizer
+
+Int64s: TypeAlias = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -28,27 +30,50 @@ class Bad:
 
     @property
     def where(self) -> str:
-        """`file:line (byte N)`"""
-        return f"{self.path}:{self.line} (byte {self.offset})"
+        """`file:line (byte N)`, or `file, row N` in a table."""
+        if self.offset < 0:
+            return f"{self.path}, row {self.line}"
+        return f"{self.path}:{self.line or line_of(self.path, self.offset)} (byte {self.offset})"
+
+
+class Column(NamedTuple):
+    """The documents of one key: all ids in a row, the length of each sequence, the sequences of each document."""
+
+    ids: npt.NDArray[np.integer]
+    lengths: npt.NDArray[np.int64]
+    sequences: npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """One batch: for each key the ids of its documents in a row (int64) and their lengths; what was left out."""
+    """One batch of `records`: a column for each key; what was left out or cut.
 
-    columns: tuple[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]], ...]
+    `place`: (file, batch of it, bytes read so far).
+    """
+
+    columns: tuple[Column, ...]
     empty: int
+    truncated: int
     bad: tuple[Bad, ...]
-    position: int
+    records: int
+    place: tuple[int, int, int]
 
 
 @dataclass(frozen=True)
 class Encoder:
-    """How records become ids: their fields `keys`, and whether each document ends with the end-of-document id."""
+    """How records become ids.
+
+    keys: the fields to take. append_eod: each document ends with the end-of-document id. sentences: a document is a
+    sequence for each of its sentences. keep_newlines: see `split_sentences`. most: documents are cut behind so many
+    tokens (0: never); the end-of-document id comes on top.
+    """
 
     tokenizer: Tokenizer
     keys: tuple[str, ...]
     append_eod: bool
+    sentences: bool = False
+    keep_newlines: bool = False
+    most: int = 0
 
     def __call__(self, batch: RecordBatch) -> Encoded:
         """The documents of a batch, in order. A text without anything but white space is empty and left out."""
@@ -62,19 +87,22 @@ class Encoder:
             except _Unusable as error:
                 bad.append(Bad(batch.path, record.line, error.offset, error.why, error.keys))
         try:
-            encoded = [self._encode(row[k] for row in rows) for k in range(len(self.keys))]
+            encoded = [self._column([row[k] for row in rows]) for k in range(len(self.keys))]
         except Refused:  # some text has no ids (null tokenizer): find it
             rows, late = self._without_refused(rows, places, batch.path)
-            bad = sorted([*bad, *late], key=lambda b: b.line)
-            encoded = [self._encode(row[k] for row in rows) for k in range(len(self.keys))]
-        columns = tuple(self._column(documents) for documents in encoded)
-        empty = sum(not ids for documents in encoded for ids in documents)
-        return Encoded(columns, empty, tuple(bad), batch.position)
+            bad = sorted([*bad, *late], key=lambda b: (b.line, b.offset))
+            encoded = [self._column([row[k] for row in rows]) for k in range(len(self.keys))]
+        empty = sum(len(rows) - len(column.sequences) for column, _ in encoded)
+        cut = sum(count for _, count in encoded)
+        place = (batch.file, batch.number, batch.position)
+        return Encoded(tuple(column for column, _ in encoded), empty, cut, tuple(bad), len(batch.records), place)
 
     def _texts(self, record: Record) -> list[str]:
         """The text of every key of one record."""
         if record.problem:
             raise _Unusable(record.problem, record.offset)
+        if record.values is not None:
+            return [self._text(record.values, key, record) for key in self.keys]
         try:
             text = record.raw.decode("utf-8")
         except UnicodeDecodeError as error:
@@ -91,7 +119,7 @@ class Encoder:
         return [self._text(values, key, record) for key in self.keys]
 
     def _text(self, values: Any, key: str, record: Record) -> str:
-        if not isinstance(values, dict):
+        if not isinstance(values, Mapping):
             raise _Unusable(f"a record is a JSON object, this is a {type(values).__name__}", record.offset)
         if key not in values:
             listed = ", ".join(map(repr, list(values)[:8])) or "none"
@@ -108,30 +136,66 @@ class Encoder:
                 raise _Unusable(f"the value of {key!r} has half a surrogate pair", record.offset) from error
         return value
 
-    def _encode(self, texts: Iterable[str]) -> list[list[int]]:
-        """The ids of every text; none for an empty one."""
-        listed = list(texts)
-        filled = [text for text in listed if text and not text.isspace()]
-        ids = iter(self.tokenizer.encode_batch(filled))
-        return [next(ids) if text and not text.isspace() else [] for text in listed]
-
     def _without_refused(self, rows: list[list[str]], places: list[Record], path: str) -> tuple[list[Any], list[Bad]]:
         """The rows whose texts the tokenizer takes, and the others as bad records."""
         kept, bad = [], []
         for row, place in zip(rows, places, strict=True):
             try:
-                self._encode(row)
+                self._column(row)
                 kept.append(row)
             except Refused as refused:
                 bad.append(Bad(path, place.line, place.offset, refused.problems[0].case))
         return kept, bad
 
-    def _column(self, documents: list[list[int]]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """The documents that are not empty as one row of ids and their lengths."""
-        end = [self.tokenizer.eod] if self.append_eod else []
-        full = [ids for ids in documents if ids]
-        flat = np.fromiter(chain.from_iterable(chain(ids, end) for ids in full), dtype=np.int64)
-        return flat, np.fromiter((len(ids) + len(end) for ids in full), dtype=np.int64)
+    def _column(self, texts: Sequence[str]) -> tuple[Column, int]:
+        """The texts that are not empty as ids, and how many of them were cut."""
+        filled = [text for text in texts if text and not text.isspace()]
+        if self.sentences:
+            pieces = [split_sentences(text, self.keep_newlines) for text in filled]
+            ids, lengths = self.tokenizer.encode_flat([piece for document in pieces for piece in document])
+            sequences = np.fromiter(map(len, pieces), dtype=np.int64, count=len(pieces))
+        else:
+            ids, lengths = self.tokenizer.encode_flat(filled)
+            sequences = np.ones(len(filled), dtype=np.int64)
+        if not lengths.all():  # text of which nothing is left, such as white space that a normalizer drops
+            lengths, sequences = _without_empty(lengths, sequences)
+        cut = 0
+        if self.most:
+            ids, lengths, sequences, cut = _shortened(ids, lengths, sequences, self.most)
+        if self.append_eod:
+            ids, lengths = _ended(ids, lengths, sequences, self.tokenizer.eod)
+        return Column(ids, lengths, sequences), cut
+
+
+def _without_empty(lengths: Int64s, sequences: Int64s) -> tuple[Int64s, Int64s]:
+    """The lengths without zeros, and how many sequences each document has then; documents without any go."""
+    owner: Int64s = np.repeat(np.arange(len(sequences)), sequences)
+    left = np.bincount(owner[lengths > 0], minlength=len(sequences))
+    return lengths[lengths > 0], left[left > 0]
+
+
+def _shortened(
+    ids: npt.NDArray[np.integer], lengths: Int64s, sequences: Int64s, most: int
+) -> tuple[npt.NDArray[np.integer], Int64s, Int64s, int]:
+    """Every document cut behind `most` ids, and how many were longer."""
+    owner: Int64s = np.repeat(np.arange(len(sequences)), sequences)
+    sizes = np.bincount(owner, weights=lengths, minlength=len(sequences)).astype(np.int64)
+    place = np.arange(len(ids)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    kept = place < most
+    new = np.bincount(np.repeat(np.arange(len(lengths)), lengths)[kept], minlength=len(lengths))
+    lengths, sequences = _without_empty(new, sequences)
+    return ids[kept], lengths, sequences, int(np.count_nonzero(sizes > most))
+
+
+def _ended(
+    ids: npt.NDArray[np.integer], lengths: Int64s, sequences: Int64s, eod: int
+) -> tuple[npt.NDArray[np.integer], Int64s]:
+    """The ids with `eod` behind every document, as part of its last sequence."""
+    last = np.cumsum(sequences) - 1
+    ends = np.cumsum(lengths)[last]
+    longer = lengths.copy()
+    longer[last] += 1
+    return np.insert(ids, ends, eod), longer
 
 
 class _Unusable(Exception):

@@ -2,13 +2,15 @@
 
 Tokens, lengths and document ends go straight to temporary files; `close` computes the pointers block by block, syncs,
 and renames. Until then the target names do not exist, and after an error they still hold what they held before.
+A resumable writer has fixed temporary names: `mark` says how far they are on disk, `rewind` goes on from there.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, TypeAlias
@@ -24,13 +26,25 @@ BLOCK = 1 << 20
 Ids: TypeAlias = Sequence[int] | npt.NDArray[np.generic]
 
 
+STREAMS = ("bin", "lengths", "ends")
+
+
 class IndexedWriter:
     """Writes PREFIX.bin and PREFIX.idx. A context manager: leaving it normally closes, an exception aborts.
 
-    With `vocab_size` every id must be below it; `dtype` overrides what the vocabulary size implies.
+    With `vocab_size` every id must be below it; `dtype` overrides what the vocabulary size implies. resumable: the
+    temporary files keep their names from one process to the next; only one process at a time may have them.
+    multimodal: every sequence has a mode (0 text, 1 image), which stands behind the index.
     """
 
-    def __init__(self, prefix: str | Path, vocab_size: int | None = None, dtype: npt.DTypeLike | None = None) -> None:
+    def __init__(
+        self,
+        prefix: str | Path,
+        vocab_size: int | None = None,
+        dtype: npt.DTypeLike | None = None,
+        resumable: bool = False,
+        multimodal: bool = False,
+    ) -> None:
         if dtype is None:
             dtype = dtype_for(vocab_size) if vocab_size is not None else np.int32
         self.prefix, self.vocab_size = str(prefix), vocab_size
@@ -40,21 +54,52 @@ class IndexedWriter:
         self._limit = min(self._limit, vocab_size) if vocab_size is not None else self._limit
         self.sequences = self.documents = self.tokens = 0
         bin_path(prefix).parent.mkdir(parents=True, exist_ok=True)
-        self._parts = {kind: Path(f"{prefix}.{kind}.tmp-{os.getpid()}") for kind in ("bin", "idx", "lengths", "ends")}
-        self._open = {kind: self._parts[kind].open("wb") for kind in ("bin", "lengths", "ends")}
-        self._ends: list[int] = []
+        end = "part" if resumable else f"tmp-{os.getpid()}"
+        streams = (*STREAMS, "modes") if multimodal else STREAMS
+        self._parts = {kind: Path(f"{prefix}.{kind}.{end}") for kind in ("idx", *streams)}
+        self._open = {kind: _take(self._parts[kind], self.prefix) for kind in streams}
 
-    def add_document(self, ids: Ids, lengths: Sequence[int] | None = None) -> None:
+    def mark(self) -> dict[str, int]:
+        """Bring what is written to disk; how far that is, for `rewind`."""
+        for stream in self._open.values():
+            stream.flush()
+            os.fsync(stream.fileno())
+        sizes = {kind: stream.tell() for kind, stream in self._open.items()}
+        return {"sequences": self.sequences, "documents": self.documents, "tokens": self.tokens, **sizes}
+
+    def rewind(self, mark: Mapping[str, int]) -> bool:
+        """Go on behind an earlier `mark`; False when the temporary files no longer reach so far."""
+        if any(os.fstat(stream.fileno()).st_size < mark[kind] for kind, stream in self._open.items()):
+            return False
+        for kind, stream in self._open.items():
+            stream.truncate(mark[kind])
+            stream.seek(mark[kind])
+        self.sequences, self.documents, self.tokens = mark["sequences"], mark["documents"], mark["tokens"]
+        return True
+
+    def restart(self) -> None:
+        """Forget what the temporary files held."""
+        self.rewind(dict.fromkeys(("sequences", "documents", "tokens", *self._open), 0))
+
+    def add_document(self, ids: Ids, lengths: Sequence[int] | None = None, modes: Sequence[int] | None = None) -> None:
         """One document: one sequence, or several whose `lengths` sum to the number of ids."""
-        self._write_tokens(np.asarray(ids), np.asarray([len(ids)] if lengths is None else lengths, dtype=np.int64))
-        self._end_document(self.sequences)
+        sizes = [len(ids)] if lengths is None else lengths
+        self.add_documents(ids, sizes, [len(sizes)], modes)
 
-    def add_documents(self, ids: Ids, lengths: Ids) -> None:
-        """Several documents of one sequence each: their ids in a row, and the length of each."""
+    def add_documents(self, ids: Ids, lengths: Ids, sequences: Ids | None = None, modes: Ids | None = None) -> None:
+        """Several documents: their ids in a row, the length of each sequence, and each document's sequences (1)."""
         before = self.sequences
-        self._write_tokens(np.asarray(ids), np.asarray(lengths, dtype=np.int64))
-        for end in range(before + 1, self.sequences + 1):
-            self._end_document(end)
+        sizes = np.asarray(lengths, dtype=np.int64)
+        counts = np.ones_like(sizes) if sequences is None else np.asarray(sequences, dtype=np.int64)
+        if int(counts.sum()) != len(sizes) or (len(counts) and int(counts.min()) < 1):
+            raise ValueError(f"documents have {int(counts.sum())} sequences, there are {len(sizes)}")
+        if ("modes" in self._open) != (modes is not None) or (modes is not None and len(modes) != len(sizes)):
+            raise ValueError(f"{len(sizes)} sequences with modes {modes}: all have one, or none has")
+        self._write_tokens(np.asarray(ids), sizes)
+        if modes is not None:
+            self._open["modes"].write(np.asarray(modes, dtype="<i1").tobytes())
+        self._open["ends"].write((before + np.cumsum(counts)).astype("<i8").tobytes())
+        self.documents += len(counts)
 
     def _write_tokens(self, ids: npt.NDArray[np.generic], lengths: npt.NDArray[np.int64]) -> None:
         if int(lengths.sum()) != len(ids) or (len(lengths) and int(lengths.min()) < 0):
@@ -86,16 +131,6 @@ class IndexedWriter:
                 f"a vocabulary of at least {most + 1} entries" if least >= 0 else "ids >= 0",
             )
 
-    def _end_document(self, sequence: int) -> None:
-        self._ends.append(sequence)
-        self.documents += 1
-        if len(self._ends) >= BLOCK:
-            self._flush_ends()
-
-    def _flush_ends(self) -> None:
-        self._open["ends"].write(np.asarray(self._ends, dtype="<i8").tobytes())
-        self._ends = []
-
     def extend(self, source: IndexedDataset) -> None:
         """Append all sequences and documents of another pair of the same token type, block by block."""
         source.check()
@@ -106,7 +141,8 @@ class IndexedWriter:
                 self._open["bin"].write(chunk)
                 left -= len(chunk)
         self._open["lengths"].write(source.lengths.tobytes())
-        self._flush_ends()
+        if source.modes is not None:
+            self._open["modes"].write(source.modes.tobytes())
         self._open["ends"].write((source.document_indices[1:] + self.sequences).astype("<i8").tobytes())
         self.sequences += len(source)
         self.documents += source.documents
@@ -117,7 +153,6 @@ class IndexedWriter:
         if self.sequences == 0:
             self.abort()
             raise refuse(f"output {self.prefix}", "there is nothing to write: no document", "input with text in it")
-        self._flush_ends()
         for stream in self._open.values():
             stream.flush()
             os.fsync(stream.fileno())
@@ -129,7 +164,7 @@ class IndexedWriter:
         idx_path(self.prefix).unlink(missing_ok=True)  # never an old index beside a new .bin
         self._parts["bin"].replace(bin_path(self.prefix))
         self._parts["idx"].replace(idx_path(self.prefix))
-        for kind in ("lengths", "ends"):
+        for kind in self._open.keys() - {"bin"}:
             self._parts[kind].unlink()
 
     def _write_index(self, index: BinaryIO) -> None:
@@ -139,15 +174,20 @@ class IndexedWriter:
         for block in pointers(_blocks(self._parts["lengths"]), self.dtype.itemsize):
             index.write(block.astype("<i8").tobytes())
         index.write(np.zeros(1, dtype="<i8").tobytes())
-        with self._parts["ends"].open("rb") as ends:
-            shutil.copyfileobj(ends, index, BLOCK)
+        for kind in [kind for kind in ("ends", "modes") if kind in self._open]:
+            with self._parts[kind].open("rb") as stream:
+                shutil.copyfileobj(stream, index, BLOCK)
 
     def abort(self) -> None:
         """Remove what was written; the target names stay as they were."""
-        for stream in self._open.values():
-            stream.close()
+        self.release()
         for path in self._parts.values():
             path.unlink(missing_ok=True)
+
+    def release(self) -> None:
+        """Let go of the temporary files and leave them as they are."""
+        for stream in self._open.values():
+            stream.close()
 
     def __enter__(self) -> IndexedWriter:
         return self
@@ -159,6 +199,19 @@ class IndexedWriter:
             self.close()
         else:
             self.abort()
+
+
+def _take(path: Path, prefix: str) -> BinaryIO:
+    """The temporary file for writing, as it was left; refused while another process writes it."""
+    path.touch()
+    stream = path.open("r+b")
+    try:
+        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        stream.close()
+        case = "another process is writing it at this moment"
+        raise refuse(f"output {prefix}", case, "another --output-prefix, or wait for the other process") from error
+    return stream
 
 
 def pointers(blocks: Iterator[npt.NDArray[np.int32]], itemsize: int) -> Iterator[npt.NDArray[np.int64]]:
@@ -186,7 +239,8 @@ def merge(prefixes: Sequence[str | Path], output: str | Path) -> None:
     _check_mergeable(sources, [note.get("tokenizer") for note in notes if note])
     if Path(output).absolute() in {Path(prefix).absolute() for prefix in prefixes}:
         raise refuse(f"merge into {output}", "the output is one of the inputs", "another --output-prefix")
-    with IndexedWriter(output, dtype=sources[0].dtype.newbyteorder("=")) as writer:
+    modal = sources[0].modes is not None
+    with IndexedWriter(output, dtype=sources[0].dtype.newbyteorder("="), multimodal=modal) as writer:
         for source in sources:
             writer.extend(source)
     if notes[0] and all(notes):
@@ -196,12 +250,12 @@ def merge(prefixes: Sequence[str | Path], output: str | Path) -> None:
 
 
 def _check_mergeable(sources: Sequence[IndexedDataset], tokenizers: Sequence[object]) -> None:
-    kinds = {source.dtype.name for source in sources}
-    if len(kinds) == 1 and not any(source.modes is not None for source in sources):
+    kinds = {(source.dtype.name, source.modes is not None) for source in sources}
+    if len(kinds) == 1:
         if all(tokenizer == tokenizers[0] for tokenizer in tokenizers):
             return
         case = "their .info.json notes name different tokenizers"
     else:
-        case = "only text files whose ids are stored in one type can be joined"
+        case = "only files whose ids are stored in one type, all with modes or all without, can be joined"
     listed = ", ".join(f"{source.prefix} ({source.dtype.name})" for source in sources) or "nothing"
     raise refuse(f"merge of {listed}", case, "files that were preprocessed with the same tokenizer")

@@ -10,13 +10,18 @@ import hashlib
 import importlib
 import json
 import shutil
+from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
 
 from isotron.core.errors import refuse
 
 DESCRIPTOR = "isotron_tokenizer.json"
 END_OF_TEXT = "<|endoftext|>"
+Flat: TypeAlias = tuple[npt.NDArray[np.integer], npt.NDArray[np.int64]]
 
 
 class Tokenizer(Protocol):
@@ -38,6 +43,9 @@ class Tokenizer(Protocol):
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         """The ids of each text; equal to `encode` of each, faster where the library offers it."""
+
+    def encode_flat(self, texts: list[str]) -> Flat:
+        """The ids of all texts in a row, and how many each has: what `encode_batch` gives, without its lists."""
 
     def decode(self, ids: list[int]) -> str:
         """The text of `ids`, special tokens included as the library spells them."""
@@ -101,8 +109,20 @@ class FileTokenizer:
         """The ids of each text."""
         raise NotImplementedError(f"{type(self).__name__} must define encode_batch")
 
+    def encode_flat(self, texts: list[str]) -> Flat:
+        """The ids of all texts in a row, and the length of each."""
+        rows = self.encode_batch(texts)
+        flat = np.fromiter(chain.from_iterable(rows), dtype=np.int64, count=sum(map(len, rows)))
+        return flat, np.fromiter(map(len, rows), dtype=np.int64, count=len(rows))
+
     def __reduce__(self) -> tuple[Any, ...]:  # worker processes read the files again instead of copying the tables
         return (type(self), tuple(self.files.values()))
+
+
+def joined(rows: list[npt.NDArray[np.integer]]) -> Flat:
+    """Arrays of ids as one row and their lengths."""
+    lengths = np.fromiter(map(len, rows), dtype=np.int64, count=len(rows))
+    return (np.concatenate(rows) if rows else np.empty(0, dtype=np.int64)), lengths
 
 
 def need_file(path: str | Path, option: str) -> Path:

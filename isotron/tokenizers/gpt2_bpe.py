@@ -6,10 +6,12 @@ Text that spells `<|endoftext|>` becomes that one token, as in the Hugging Face 
 from __future__ import annotations
 
 import json
+from functools import cached_property
 from pathlib import Path
 
 from isotron.core.errors import refuse
-from isotron.tokenizers.base import END_OF_TEXT, FileTokenizer, need_file, need_library, unreadable
+from isotron.tokenizers.base import END_OF_TEXT, FileTokenizer, Flat, joined, need_file, need_library, unreadable
+from isotron.tokenizers.fast import FastBPE, fast_bpe
 
 
 class GPT2BPETokenizer(FileTokenizer):
@@ -32,6 +34,14 @@ class GPT2BPETokenizer(FileTokenizer):
         self._tokenizer.add_special_tokens([END_OF_TEXT])
         self.vocab_size = max(vocab.values()) + 1
         self.eod = self.bos = self.eos = vocab[END_OF_TEXT]
+
+    @cached_property
+    def _fast(self) -> FastBPE | None:
+        return fast_bpe(self._tokenizer.to_str(), self.encode)
+
+    def encode_flat(self, texts: list[str]) -> Flat:
+        """The ids of all texts in a row, and the length of each, by the fastest library that is known to be exact."""
+        return super().encode_flat(texts) if self._fast is None else joined([self._fast(text) for text in texts])
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         """The ids of each text."""

@@ -7,11 +7,13 @@ Which token ends a document: `eos_token` of `tokenizer_config.json` or `special_
 from __future__ import annotations
 
 import json
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from isotron.core.errors import refuse
-from isotron.tokenizers.base import END_OF_TEXT, FileTokenizer, need_file, need_library, unreadable
+from isotron.tokenizers.base import END_OF_TEXT, FileTokenizer, Flat, joined, need_file, need_library, unreadable
+from isotron.tokenizers.fast import FastBPE, fast_bpe
 
 KNOWN_ENDS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<|end▁of▁sentence|>", "<eos>", "[EOS]", "[SEP]")
 BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
@@ -55,6 +57,14 @@ class HuggingFaceTokenizer(FileTokenizer):
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         """The ids of each text, without the special tokens a post-processor would add."""
         return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+
+    @cached_property
+    def _fast(self) -> FastBPE | None:
+        return fast_bpe(self._tokenizer.to_str(), self.encode)
+
+    def encode_flat(self, texts: list[str]) -> Flat:
+        """The ids of all texts in a row, and the length of each, by the fastest library that is known to be exact."""
+        return super().encode_flat(texts) if self._fast is None else joined([self._fast(text) for text in texts])
 
     def decode(self, ids: list[int]) -> str:
         """The text of `ids`."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from isotron.core.errors import refuse
-from isotron.tokenizers.base import END_OF_TEXT, FileTokenizer, need_file, need_library
+from isotron.tokenizers.base import END_OF_TEXT, FileTokenizer, Flat, joined, need_file, need_library
 
 _FIRST = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
 _CL100K = (
@@ -82,6 +82,10 @@ class TikTokenizer(FileTokenizer):
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         """The ids of each text."""
         return [self._encoding.encode_ordinary(text) for text in texts]
+
+    def encode_flat(self, texts: list[str]) -> Flat:
+        """The ids of all texts in a row, and the length of each."""
+        return joined([self._encoding.encode_to_numpy(text, disallowed_special=()) for text in texts])
 
     def decode(self, ids: list[int]) -> str:
         """The text of `ids`; bytes that are not UTF-8, and ids that no token has, become U+FFFD."""

@@ -98,14 +98,23 @@ def test_pointers_pass_32_bits(tmp_path: Path) -> None:
     data.check()
 
 
-def test_modes_are_read(tmp_path: Path) -> None:
-    prefix = write(tmp_path / "a", [[1], [2, 3]])
-    with idx_path(prefix).open("ab") as stream:
-        stream.write(bytes([0, 1]))
-    data = IndexedDataset(prefix)
-    assert data.modes is not None and data.modes.tolist() == [0, 1]
-    with pytest.raises(Refused, match="only text files"):
-        merge([prefix], tmp_path / "b")
+def test_modes_are_written_read_and_joined(tmp_path: Path) -> None:
+    for name, documents in (("a", [[1], [2, 3]]), ("b", [[4], [5]]), ("both", [[1], [2, 3], [4], [5]])):
+        with IndexedWriter(tmp_path / name, 100, multimodal=True) as writer:
+            for at, ids in enumerate(documents):
+                writer.add_document(ids, modes=[at % 2])
+    raw = idx_path(tmp_path / "a").read_bytes()
+    assert raw[-2:] == bytes([0, 1])
+    plain = write(tmp_path / "plain", [[1], [2, 3]])
+    assert raw[:-2] == idx_path(plain).read_bytes()  # as in Megatron: the modes stand behind all else
+    modes = IndexedDataset(tmp_path / "a").modes
+    assert modes is not None and modes.tolist() == [0, 1]
+    merge([tmp_path / "a", tmp_path / "b"], tmp_path / "joined")
+    assert idx_path(tmp_path / "joined").read_bytes() == idx_path(tmp_path / "both").read_bytes()
+    with pytest.raises(Refused, match="all with modes or all without"):
+        merge([tmp_path / "a", plain], tmp_path / "c")
+    with pytest.raises(ValueError, match="all have one"), IndexedWriter(tmp_path / "c", 100) as writer:
+        writer.add_document([1], modes=[0])
 
 
 @pytest.mark.parametrize(

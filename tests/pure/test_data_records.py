@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from isotron.core.errors import Refused
-from isotron.data.records import _array_elements, _ArrayScanner, expand, read_batches
+from isotron.data.inputs import expand
+from isotron.data.records import _array_elements, _ArrayScanner, read_batches
 
 
 def records(path: Path) -> list[tuple[int, int, bytes]]:
