@@ -88,6 +88,12 @@ VERBS: dict[str, Verb] = {
         "isotron.commands.plan:run",
         "isotron.commands.plan:help_text",
     ),
+    "inspect": Verb(
+        "what a checkpoint holds, and whether its files are whole",
+        "isotron inspect runs/first --verify",
+        "isotron.commands.inspect:run",
+        "isotron.commands.inspect:help_text",
+    ),
     "doctor": Verb(
         "what this machine has and can do",
         "isotron doctor --json",
@@ -99,7 +105,6 @@ VERBS: dict[str, Verb] = {
 NOT_BUILT: dict[str, str] = {
     "serve": "isotron generate --load DIR --prompt TEXT",
     "evaluate": "isotron train with --valid-data-path reports the loss on held-out data",
-    "inspect": "the file manifest.json of a checkpoint lists its tensors",
     "score": "isotron train with --valid-data-path reports the loss on held-out data",
     "tokenizer": "isotron preprocess with a tokenizer's own files",
     "retrieval": "isotron train --family gpt",

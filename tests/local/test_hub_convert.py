@@ -72,6 +72,7 @@ def test_a_config_without_origin_gives_the_same_logits(name: str, tmp_path: Path
     for file in [f for f in manifest["files"] if f.startswith("hf/")]:
         (step / file).unlink()
         del manifest["files"][file]
+    manifest["format_version"] = 1  # which has no hash of itself
     (step / "manifest.json").write_text(json.dumps(manifest))
     convert(tmp_path / "ours", tmp_path / "both", "hf", run_meta)
     tokens = torch.arange(200)[None] % 131

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from isotron.core.checkpoint.cover import cover_error
-from isotron.core.checkpoint.format import VERSION, parse_manifest, read_manifest
+from isotron.core.checkpoint.format import parse_manifest, read_manifest
 from isotron.core.checkpoint.locate import find, steps, verify_files
+from isotron.core.checkpoint.migrate import MIGRATIONS, VERSION, migrated
 from isotron.core.checkpoint.publish import clean_up, prune, publish
 from isotron.core.checkpoint.ranks import SingleRank, together
 from isotron.core.errors import Problem, Refused, refuse
@@ -59,6 +60,7 @@ def test_a_good_manifest_is_read_and_written_back_the_same():
     first = parse_manifest(json.dumps(manifest()).encode())
     assert first.tensors["w"].shape == (4, 4) and first.step == 3 and first.meta == {"model": {"hidden": 4}}
     assert parse_manifest(first.dumps()) == first
+    assert json.loads(first.dumps())["format_version"] == VERSION
 
 
 def test_fields_of_later_writers_are_ignored():
@@ -260,10 +262,37 @@ def test_links_out_of_the_checkpoint_are_refused(tmp_path: Path):
         verify_files(step)
 
 
+def test_steps_for_good_stay_beside_the_last(tmp_path: Path):
+    for step in (5, 10, 12, 15, 20):
+        step_directory(tmp_path, step)
+    publish(tmp_path, finished(tmp_path, 21), keep_last=2, keep_every=10)
+    assert [int(s.name[5:]) for s in steps(tmp_path)] == [21, 20, 15, 10]
+
+
 def finished(run: Path, step: int) -> str:
     path = step_directory(run, step)
     path.rename(run / f"{path.name}.tmp")
     return path.name
+
+
+def test_any_flipped_bit_of_a_manifest_is_found():
+    """Counters, offsets and hashes alike; the version itself cannot become an older one by one bit."""
+    data = parse_manifest(json.dumps(manifest()).encode()).dumps()
+    for place in range(len(data)):
+        for bit in range(8):
+            hurt = bytearray(data)
+            hurt[place] ^= 1 << bit
+            with pytest.raises((ValueError, RecursionError)):
+                parse_manifest(bytes(hurt))
+    with pytest.raises(ValueError, match="no manifest_sha256 at its end"):
+        parse_manifest(json.dumps(manifest(format_version=VERSION)).encode())
+
+
+def test_every_older_version_has_its_way_up():
+    assert set(MIGRATIONS) == set(range(1, VERSION))
+    for version in MIGRATIONS:
+        raw = migrated({"format_version": version, "step": 3}, version)
+        assert raw == {"format_version": VERSION, "step": 3}
 
 
 def test_publish_moves_the_pointer_and_prunes_complete_steps_only(tmp_path: Path):

@@ -6,6 +6,8 @@ import hashlib
 import os
 import shutil
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from io import RawIOBase
 from pathlib import Path
 
 from isotron.core.checkpoint.format import FileEntry
@@ -14,16 +16,29 @@ BLOCK_BYTES = 2**22
 
 
 def write_blocks(file: Path, blocks: Iterator[bytes | memoryview]) -> FileEntry:
-    """Write a new file from blocks of bytes, hashing on the way, and sync it to disk."""
+    """Write a new file from blocks of bytes, hashing on the way, and sync it to disk.
+
+    Large blocks are hashed by another thread while they are written: each takes a core for about as long.
+    """
     digest, size = hashlib.sha256(), 0
-    with file.open("xb") as f:
+    with file.open("xb", buffering=0) as f, ThreadPoolExecutor(1) as beside:  # its thread starts with the first task
         for block in blocks:
-            f.write(block)
-            digest.update(block)
+            hashed = beside.submit(digest.update, block) if len(block) >= BLOCK_BYTES else None
+            _write_all(f, block)
+            if hashed is None:
+                digest.update(block)
+            else:
+                hashed.result()
             size += len(block)
-        f.flush()
         os.fsync(f.fileno())
     return FileEntry(size, digest.hexdigest())
+
+
+def _write_all(f: RawIOBase, block: bytes | memoryview) -> None:
+    """All of a block: one system call may take less, and says how much."""
+    left = memoryview(block)
+    while left:
+        left = left[f.write(left) or 0 :]
 
 
 def write_extra(directory: Path, name: str, content: bytes | Path) -> FileEntry:

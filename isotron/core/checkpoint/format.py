@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from isotron.core.checkpoint.cover import cover_error
+from isotron.core.checkpoint.migrate import VERSION, migrated, seal_error, sealed
 from isotron.core.errors import refuse
 from isotron.core.layout import Box, Ints
 
-VERSION = 1
 MANIFEST = "manifest.json"
 MAX_MANIFEST_BYTES = 2**31
 MAX_DIMS = 64
@@ -96,7 +96,7 @@ class Manifest:
         files = {name: {"bytes": f.bytes, "sha256": f.sha256} for name, f in sorted(self.files.items())}
         meta = json.dumps(self.meta, indent=1, allow_nan=False)
         text = f'{{"format_version": {VERSION},\n"step": {self.step},\n"meta": {meta},\n'
-        return f'{text}"tensors": {_lines(tensors)},\n"files": {_lines(files)}}}\n'.encode()
+        return sealed(f'{text}"tensors": {_lines(tensors)},\n"files": {_lines(files)}')
 
 
 def _lines(table: Mapping[str, Any]) -> str:
@@ -138,6 +138,10 @@ def parse_manifest(data: bytes) -> Manifest:
         raise BadManifest(f"it has format version {version}, {readable}")
     if version < 1:
         raise BadManifest(f"it has format version {version}, which never existed; the first is 1")
+    damage = seal_error(data) if version >= 2 else None
+    if damage:
+        raise BadManifest(damage)
+    raw = migrated(raw, version)
     files = _table(raw, "files", _file)
     tensors = _table(raw, "tensors", _entry)
     _check_chunks(tensors, files)
