@@ -10,14 +10,16 @@ from collections.abc import Collection
 from isotron.config.catalogue import catalogue
 from isotron.config.rules import RANGES, Facts, Rule
 from isotron.config.rules_context import CONTEXT_RULES
-from isotron.config.rules_experts import EXPERT_RULES
+from isotron.config.rules_experts import EXPERT_RULES, PATTERN_RULE
 from isotron.config.rules_layout import LAYOUT_RULES
 from isotron.config.rules_pipeline import PIPELINE_RULES
 from isotron.config.rules_run import RUN_RULES
 from isotron.config.schema import RunConfig, changed, value
 from isotron.core.errors import Problem
 
-RULES: tuple[Rule, ...] = (*RANGES, *LAYOUT_RULES, *CONTEXT_RULES, *EXPERT_RULES, *PIPELINE_RULES, *RUN_RULES)
+# what every other rule must be able to rely on
+FIRST: tuple[Rule, ...] = (*RANGES, PATTERN_RULE)
+RULES: tuple[Rule, ...] = (*FIRST, *LAYOUT_RULES, *CONTEXT_RULES, *EXPERT_RULES, *PIPELINE_RULES, *RUN_RULES)
 
 
 def check(
@@ -33,7 +35,7 @@ def check(
 def broken(config: RunConfig, facts: Facts, skip: Collection[str] = ()) -> list[Problem]:
     """Like `check`, with the facts as one value."""
     problems, bad = [], set(skip)
-    for rule in RANGES:
+    for rule in FIRST:
         if not bad.intersection(rule.leaves) and rule.broken(config, facts):
             problems.append(rule.problem(config, facts))
             bad.update(rule.leaves)
@@ -41,7 +43,7 @@ def broken(config: RunConfig, facts: Facts, skip: Collection[str] = ()) -> list[
     legal = {leaf: catalogue()[leaf].default for leaf in bad if value(config, leaf) is not None}
     config = changed(config, **legal)
     config = finish(config, facts.world_size, facts.device_count, facts.tokenizer_vocab)
-    for rule in RULES[len(RANGES) :]:
+    for rule in RULES[len(FIRST) :]:
         # a value that is out of range breaks every rule about it: one problem is enough
         if not bad.intersection(rule.leaves) and rule.broken(config, facts):
             problems.append(rule.problem(config, facts))

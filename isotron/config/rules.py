@@ -88,7 +88,8 @@ class Range:
 
 
 _POSITIVE = {
-    "num_layers": 12, "hidden_size": 768, "num_attention_heads": 12, "seq_length": 1024, "tp": 1, "pp": 1, "vpp": 1, "cp": 1,
+    "num_layers": 12, "hidden_size": 768, "num_attention_heads": 12, "seq_length": 1024, "tp": 1, "pp": 1, "vpp": 1,
+    "cp": 1,
     "micro_batch_size": 1, "train_iters": 1000, "recompute_num_layers": 1, "make_vocab_size_divisible_by": 128,
     "ddp_bucket_size": 40000000, "log_interval": 1, "loss_scale_window": 1000, "hysteresis": 2, "norm_epsilon": 1e-5,
     "rope_theta": 10000.0, "rope_percent": 1.0, "rope_low_freq_factor": 1.0,

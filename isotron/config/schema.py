@@ -16,18 +16,24 @@ from isotron.core.models import (
     gpt_config,
     llama_config,
     mistral_config,
+    mixtral_config,
     neox_config,
     phi3_config,
     qwen2_config,
+    qwen2_moe_config,
     qwen3_config,
+    qwen3_moe_config,
 )
 from isotron.core.models.gpt_config import GPTConfig
 from isotron.core.models.llama_config import LlamaConfig
 from isotron.core.models.mistral_config import MistralConfig
+from isotron.core.models.mixtral_config import MixtralConfig
 from isotron.core.models.neox_config import NeoXConfig
 from isotron.core.models.phi3_config import Phi3Config
 from isotron.core.models.qwen2_config import Qwen2Config
+from isotron.core.models.qwen2_moe_config import Qwen2MoeConfig
 from isotron.core.models.qwen3_config import Qwen3Config
+from isotron.core.models.qwen3_moe_config import Qwen3MoeConfig
 from isotron.core.optim.config import OptimConfig
 from isotron.core.optim.schedules import ScheduleConfig
 from isotron.core.parallel.plan import Layout
@@ -36,17 +42,30 @@ from isotron.tokenizers.config import TokenizerConfig
 from isotron.train.config import LogConfig, TrainConfig
 
 ModelConfig = GPTConfig | LlamaConfig | NeoXConfig  # the other families have LlamaConfig's fields and more
-MODELS: dict[str, type[ModelConfig]] = {
-    cls.family: cls for cls in (GPTConfig, LlamaConfig, MistralConfig, NeoXConfig, Phi3Config, Qwen2Config, Qwen3Config)
-}
+_CLASSES: tuple[type[ModelConfig], ...] = (
+    GPTConfig,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    NeoXConfig,
+    Phi3Config,
+    Qwen2Config,
+    Qwen2MoeConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+MODELS: dict[str, type[ModelConfig]] = {cls.family: cls for cls in _CLASSES}
 PRESETS: dict[str, ModelConfig] = {
     **gpt_config.PRESETS,
     **llama_config.PRESETS,
     **mistral_config.PRESETS,
+    **mixtral_config.PRESETS,
     **neox_config.PRESETS,
     **phi3_config.PRESETS,
     **qwen2_config.PRESETS,
+    **qwen2_moe_config.PRESETS,
     **qwen3_config.PRESETS,
+    **qwen3_moe_config.PRESETS,
 }
 DEFAULT_FAMILY = "llama"
 

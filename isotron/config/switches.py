@@ -15,7 +15,7 @@ from isotron.config.schema import DEFAULT_FAMILY, PRESETS
 from isotron.core.errors import Problem
 
 # feature -> what each family has; Megatron's defaults are the GPT column.
-_LLAMA_LIKE = ("llama", "mistral", "phi3", "qwen2", "qwen3")
+_LLAMA_LIKE = ("llama", "mistral", "mixtral", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
 _SWITCHES: dict[str, tuple[str, str, str]] = {  # as in gpt, in families built like llama, in neox
     "@positions": ("learned_absolute", "rope", "rope"),
     "@norm": ("LayerNorm", "RMSNorm", "LayerNorm"),
@@ -66,7 +66,11 @@ def choose_family(
         problems += [_against(g, family) for k, g in switches.items() if FEATURES[k][family.name] != g.value]
         return family, problems
     if switches:
-        return _from_switches(switches, problems), problems
+        found = _from_switches(switches, problems)
+        experts = found.name == "llama" and "num_experts" in flags
+        return Family("mixtral" if experts else found.name, found.origin, True), problems
+    if "num_experts" in flags:
+        return Family("mixtral", flags["num_experts"].source, megatron), problems
     if megatron:
         return Family("gpt", "Megatron's default", True), problems
     return Family(DEFAULT_FAMILY, "default"), problems

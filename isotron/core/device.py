@@ -27,6 +27,7 @@ __all__ = [
     "copy_to_host",
     "device_name",
     "dtype_of",
+    "has_grouped_matmul",
     "host_buffer",
     "is_cuda",
     "peak_flops",
@@ -240,3 +241,8 @@ def total_memory(device: torch.device) -> int | None:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (ValueError, OSError):
         return None
+
+
+def has_grouped_matmul(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether one call multiplies the rows of many experts, and faster than one product each (CPUs have no use)."""
+    return device.type == "cuda" and dtype is torch.bfloat16 and hasattr(torch, "_grouped_mm")

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import accumulate
 from math import prod
+from typing import Any
 
 Ints = tuple[int, ...]
 
@@ -118,7 +119,7 @@ class Rule:
     pattern: glob on global parameter names. shape: global, without padding. split: None = whole on every rank.
     region: what the activation that meets the parameter is split over, "sequence" (split over TP under sequence
     parallelism only) or "heads" (always split over TP). init: "normal", "zeros" or "ones", with `std` for "normal".
-    decay: whether weight decay applies.
+    decay: whether weight decay applies. buffer: no parameter; float32 or wider, without a gradient, saved.
     """
 
     pattern: str
@@ -128,6 +129,7 @@ class Rule:
     init: str = "normal"
     std: float = 0.0
     decay: bool = True
+    buffer: bool = False
 
 
 @dataclass(frozen=True)
@@ -186,7 +188,31 @@ def shard(rule: Rule, coordinate: Mapping[str, int], sizes: Mapping[str, int]) -
     if global_start != shape[dim]:
         raise ValueError(f"parts of {rule.pattern} sum to {global_start}, dimension {dim} is {shape[dim]}")
     local = tuple(local_start if d == dim else n for d, n in enumerate(shape))
-    return Shard(shape, local, tuple(pieces), tuple(replicas))
+    return Shard(shape, local, *_joined(pieces, replicas, dim))
+
+
+def _joined(pieces: list[Piece], replicas: list[tuple[int, int]], dim: int) -> tuple[Any, Any]:
+    """Pieces that follow one another in both tensors as one: without a split, experts are one piece, not hundreds."""
+    found: list[tuple[Piece, tuple[int, int]]] = []
+    for piece, replica in zip(pieces, replicas, strict=True):
+        if found and found[-1][1] == replica:
+            ends = [_grown(a, b, dim) for a, b in zip(_boxes(found[-1][0]), _boxes(piece), strict=True)]
+            if None not in ends:
+                found[-1] = Piece(*ends), replica
+                continue
+        found.append((piece, replica))
+    return tuple(p for p, _ in found), tuple(r for _, r in found)
+
+
+def _boxes(piece: Piece) -> tuple[Box, Box]:
+    return piece.global_box, piece.local_box
+
+
+def _grown(a: Box, b: Box, dim: int) -> Box | None:
+    """Both boxes as one, where b begins along `dim` where a ends."""
+    if a.offset[dim] + a.shape[dim] != b.offset[dim]:
+        return None
+    return Box(a.offset, tuple(n + b.shape[d] if d == dim else n for d, n in enumerate(a.shape)))
 
 
 def rows(shape: Ints, start: int, stop: int) -> Box:

@@ -64,12 +64,22 @@ def _mix(h: Tensor) -> Tensor:
     return h
 
 
+def _hash(salt: int, *coordinates: Tensor) -> Tensor:
+    """32-bit numbers over the broadcast shape of int64 `coordinates`; each depends on (salt, its coordinates) only."""
+    h = torch.full((), salt & _MASK, dtype=torch.int64, device=coordinates[0].device)
+    for c in coordinates:
+        h = _mix(((h + 0x9E3779B9) * 5 + c * 0x9E3779B1) & _MASK)
+    return h
+
+
 def keep_mask(p: float, salt: int, *coordinates: Tensor) -> Tensor:
     """Where dropout of probability `p` keeps: a bool mask over the broadcast shape of int64 `coordinates`.
 
     The mask at a place depends on (salt, its coordinates) only, on any device.
     """
-    h = torch.full((), salt & _MASK, dtype=torch.int64, device=coordinates[0].device)
-    for c in coordinates:
-        h = _mix(((h + 0x9E3779B9) * 5 + c * 0x9E3779B1) & _MASK)
-    return h >= int(p * (1 << 32))
+    return _hash(salt, *coordinates) >= int(p * (1 << 32))
+
+
+def uniform(salt: int, *coordinates: Tensor) -> Tensor:
+    """Numbers in [0, 1), float32, by the same rule."""
+    return (_hash(salt, *coordinates) >> 8).float() / (1 << 24)

@@ -72,7 +72,7 @@ class _Live:
     def __init__(self, model: ParallelModel) -> None:
         self.model = model
         self.pieces: dict[str, list[tuple[Box, Tensor]]] = {}
-        for name, _, pieces in model.weight_pieces():
+        for name, _, pieces in (*model.weight_pieces(), *model.buffer_pieces()):
             self.pieces.setdefault(name, []).extend(pieces)
         cfg = model.config
         self.table = cfg.layout(model.layout.padded_vocab(cfg.vocab_size))
@@ -81,7 +81,8 @@ class _Live:
     def whole(self, name: str) -> Tensor:
         """The tensor on the CPU of every rank; collective. Bytes are added to zeros, so nothing is rounded."""
         shape = self.table.rule(name).shape
-        full = torch.zeros(shape, dtype=self.model.dtype, device=self.model.device)
+        dtype = self.model.wide if self.table.rule(name).buffer else self.model.dtype
+        full = torch.zeros(shape, dtype=dtype, device=self.model.device)
         for box, values in self.pieces.get(name, []):
             full[box.slices()] = values
         comm.all_reduce(full.view(torch.uint8), self.group)
@@ -168,10 +169,11 @@ def _planned(model: ParallelModel) -> list[Planned]:
     table = cfg.layout(cfg.vocab_size)
     found = []
     for mapped in spelling_of(cfg.family).tensors(cfg):
-        ours = table.rule(mapped.ours).shape
+        rule = table.rule(mapped.ours)
+        ours, dtype = rule.shape, model.wide if rule.buffer else model.dtype
         for name, rows in mapped.theirs().items():
             shape = (rows, *ours[1:])
-            found.append(Planned(name, model.dtype, shape[::-1] if mapped.transposed else shape, _never))
+            found.append(Planned(name, dtype, shape[::-1] if mapped.transposed else shape, _never))
     return found
 
 

@@ -126,6 +126,7 @@ def _record(run: Run, result: StepResult, seconds: float, scale: float, first: i
         flops_per_s_per_device=flops,
         skipped=result.skipped,
         sample_ids=(first, state.consumed_samples - 1),
+        aux=result.aux,
         loss_scale=scale if cfg.train.dtype == "float16" else None,
     )
 

@@ -12,7 +12,8 @@ class StepRecord:
 
     loss: per unmasked token. grad_norm: before clipping. tokens: unmasked, over all ranks. consumed_samples: up to and
     with this step. flops_per_s_per_device: model FLOP/s. sample_ids: first and last in consumption order. loss_scale:
-    None in types that have none. aux: further terms of the loss.
+    None in types that have none. aux: further terms of the loss, and lists
+    such as the visits of each expert.
     """
 
     step: int
@@ -26,7 +27,7 @@ class StepRecord:
     skipped: bool
     sample_ids: tuple[int, int]
     loss_scale: float | None = None
-    aux: Mapping[str, float] = field(default_factory=dict)
+    aux: Mapping[str, float | list[int]] = field(default_factory=dict)
 
     @property
     def tokens_per_s(self) -> float:

@@ -9,10 +9,10 @@ from importlib import import_module
 import torch
 
 from isotron.core.checkpoint.load import TensorSource, Wanted, load_tensors
-from isotron.core.layout import Box, Table
+from isotron.core.layout import Box, Table, whole
 from isotron.core.parallel.model import ParallelModel
 
-OPTIMIZER = ("master/", "exp_avg/", "exp_avg_sq/")
+OPTIMIZER = ("master/", "exp_avg/", "exp_avg_sq/", "momentum/")
 
 
 def is_optimizer_state(name: str) -> bool:
@@ -28,9 +28,18 @@ def load_weights(model: ParallelModel, source: TensorSource, prefix: str = "") -
     `prefix`: "master/" reads the float32 masters as weights; tensors without the prefix are then left alone.
     """
     model.wait_weights()
-    wanted = [replace(want, name=prefix + want.name) for want in weights_wanted(model)]
+    buffers = {name for stage in model.stages.values() for name in stage.buffers} if prefix else ()
+    wanted = [replace(w, name=prefix + w.name) for w in weights_wanted(model) if w.name not in buffers]
     others = is_optimizer_state if not prefix else lambda name: not name.startswith(prefix)
     load_tensors(source, wanted, ignore=others)
+
+
+def load_masters(model: ParallelModel, source: TensorSource) -> None:
+    """Fill the parameters from their masters where the source has them; what was frozen has none."""
+    model.wait_weights()
+    names = set(source.names())
+    wanted = [replace(want, name="master/" + want.name) for want in weights_wanted(model)]
+    load_tensors(source, [want for want in wanted if want.name in names], ignore=lambda name: True)
 
 
 def weights_wanted(model: ParallelModel) -> list[Wanted]:
@@ -42,6 +51,8 @@ def weights_wanted(model: ParallelModel) -> list[Wanted]:
             weight = stage.module.get_parameter(name).data
             here = [(piece.global_box, weight[piece.local_box.slices()]) for piece in placed.shard.pieces]
             pieces[placed.name] += here
+        for name, rule in stage.buffers.items():
+            pieces[name] = [(whole(rule.shape), stage.module.get_buffer(name))]
     return [Wanted(name, found, table.rule(name).shape) for name, found in pieces.items()]
 
 
@@ -50,7 +61,10 @@ def global_names(model: ParallelModel) -> Iterator[str]:
     cfg = model.config
     padded = model.layout.padded_vocab(cfg.vocab_size)
     with torch.device("meta"):
-        whole = import_module(f"isotron.core.models.{cfg.family}").build(cfg, range(cfg.num_layers), True, True, padded)
+        module = import_module(f"isotron.core.models.{cfg.family}").build(
+            cfg, range(cfg.num_layers), True, True, padded
+        )
     ties = cfg.layout(padded).ties
     aliases = {alias for alias, _ in ties}
-    return (name for name, _ in whole.named_parameters(remove_duplicate=False) if name not in aliases)
+    yield from (name for name, _ in module.named_parameters(remove_duplicate=False) if name not in aliases)
+    yield from (name for name, _ in module.named_buffers())

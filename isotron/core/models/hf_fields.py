@@ -71,6 +71,14 @@ class Fields:
             raise Refused([Problem(self.where, "; ".join(cases), fix)])
 
 
+def written_only_if(cfg: Any, model_type: str, **values: Any) -> None:
+    """Refuse to write a config whose fields say what this `model_type` cannot; `values` are those that it means."""
+    cases = [f"{k} is {getattr(cfg, k)!r}, {model_type} means {v!r}" for k, v in values.items() if getattr(cfg, k) != v]
+    if cases:
+        fix = "--to isotron, or another family: the weights would compute something else there"
+        raise Refused([Problem(f"a model of family {cfg.family} as {model_type}", "; ".join(cases), fix)])
+
+
 # ---- rotary positions ----------------------------------------------------------------------------------------------
 
 # their key -> (our field, kinds of scaling that have it)
@@ -111,7 +119,7 @@ _REQUIRED = {
 
 
 def read_rope(fields: Fields, longest: int, theta: str = "rope_theta", percent: str = "partial_rotary_factor",
-              default_percent: float = 1.0) -> dict[str, Any]:  # fmt: skip
+              default_percent: float = 1.0, default_theta: float = 10000.0) -> dict[str, Any]:  # fmt: skip
     """Our rotary fields, from rope_scaling (older), rope_parameters (newer) and the fields beside them."""
     old, new = fields.take("rope_scaling", {}), fields.take("rope_parameters", {})
     given = {**new, **old}
@@ -121,7 +129,9 @@ def read_rope(fields: Fields, longest: int, theta: str = "rope_theta", percent: 
         fields.cases.append(f"rotary positions of type {kind!r} with {sorted(given)} are not known")
         kind = "default"
     found: dict[str, Any] = {"rope_scaling": _TYPES[kind]}
-    found["rope_theta"] = float(_agreed(fields, "rope_theta", given, fields.take(theta, None, "rope_theta"), 10000.0))
+    found["rope_theta"] = float(
+        _agreed(fields, "rope_theta", given, fields.take(theta, None, "rope_theta"), default_theta)
+    )
     found["rope_percent"] = float(
         _agreed(
             fields, "partial_rotary_factor", given, fields.take(percent, None, "partial_rotary_factor"), default_percent

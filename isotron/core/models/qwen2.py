@@ -15,14 +15,20 @@ from isotron.core.nn.norm import RMSNorm
 from isotron.core.nn.rotary import rotary_decoder
 
 
+def attention(cfg: Qwen2Config, layer: int) -> Attention:
+    """The attention of block number `layer`."""
+    probabilities = Dropout(cfg.attention_dropout, f"layers.{layer}.attention.core")
+    heads = cfg.num_attention_heads, cfg.kv_heads
+    return Attention(
+        cfg.hidden_size, *heads, cfg.head_size, probabilities, bias=(True, False), window=cfg.window(layer)
+    )
+
+
 def block(cfg: Qwen2Config, layer: int) -> PreNormBlock:
     """Block number `layer`."""
-    d, n, name = cfg.hidden_size, cfg.head_size, f"layers.{layer}"
-    probabilities = Dropout(cfg.attention_dropout, f"{name}.attention.core")
-    heads = cfg.num_attention_heads, cfg.kv_heads
-    attention = Attention(d, *heads, n, probabilities, bias=(True, False), window=cfg.window(layer))
+    d, name = cfg.hidden_size, f"layers.{layer}"
     norms = RMSNorm(d, cfg.norm_epsilon), RMSNorm(d, cfg.norm_epsilon)
-    return PreNormBlock(norms, attention, GatedMLP(d, cfg.ffn), cfg.hidden_dropout, name)
+    return PreNormBlock(norms, attention(cfg, layer), GatedMLP(d, cfg.ffn), cfg.hidden_dropout, name)
 
 
 def build(cfg: Qwen2Config, layers: range, first: bool, last: bool, padded_vocab: int) -> Decoder:

@@ -50,8 +50,13 @@ def write_window(cfg: Any) -> dict[str, Any]:
 
 def tensors(cfg: Qwen2Config) -> list[Mapped]:
     """Every tensor of the model, ours and theirs."""
-    biases = []
+    return [*llama_hf.tensors(cfg), *biases(cfg)]
+
+
+def biases(cfg: Qwen2Config) -> list[Mapped]:
+    """The biases of queries, keys and values."""
+    found = []
     for i in range(cfg.num_layers):
         parts = [(f"model.layers.{i}.self_attn.{x}_proj.bias", rows) for x, rows in llama_hf.qkv_rows(cfg).items()]
-        biases.append(stacked(f"layers.{i}.attention.qkv.bias", parts))
-    return [*llama_hf.tensors(cfg), *biases]
+        found.append(stacked(f"layers.{i}.attention.qkv.bias", parts))
+    return found

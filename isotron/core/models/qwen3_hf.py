@@ -34,9 +34,13 @@ def write_config(cfg: Qwen3Config) -> dict[str, Any]:
 
 def tensors(cfg: Qwen3Config) -> list[Mapped]:
     """Every tensor of the model, ours and theirs."""
-    gains = [
+    return [*llama_hf.tensors(cfg), *gains(cfg)]
+
+
+def gains(cfg: Qwen3Config) -> list[Mapped]:
+    """The norms on heads of queries and keys."""
+    return [
         same(f"layers.{i}.attention.{x}_norm.weight", f"model.layers.{i}.self_attn.{x}_norm.weight", cfg.head_size)
         for i in range(cfg.num_layers)
         for x in ("q", "k")
     ]
-    return [*llama_hf.tensors(cfg), *gains]

@@ -53,3 +53,16 @@ class ParallelBlock(PreNormBlock):
         else:
             a, m = self.attention(self.attention_norm(x_BSD), ctx), self.mlp(self.mlp_norm(x_BSD))
         return x_BSD + self.attention_dropout(a, ids) + self.mlp_dropout(m, ids)
+
+
+class ExpertBlock(PreNormBlock):
+    """The MLP is a choice of experts, which sees the batch too."""
+
+    def forward(self, x_BSD: Tensor, ctx: Context) -> Tensor:
+        """x_BSD."""
+        ids = ctx.batch.sample_ids
+        if self.recompute:
+            x = x_BSD + self.attention_dropout(self.attention(x_BSD, ctx, self.attention_norm), ids)
+        else:
+            x = x_BSD + self.attention_dropout(self.attention(self.attention_norm(x_BSD), ctx), ids)
+        return x + self.mlp_dropout(self.mlp(x, ctx, self.mlp_norm), ids)

@@ -24,6 +24,15 @@ Boundary = dict[str, Tensor]
 Terms = dict[str, tuple[Tensor, float]]
 
 
+class _Unasked(Terms):
+    """Where terms go that are formed again in the backward: they were reported already, and kept they would keep
+    the graph that keeps them.
+    """
+
+    def __setitem__(self, name: str, term: tuple[Tensor, float]) -> None:
+        """Nothing."""
+
+
 class Decoder(nn.Module):
     """Blocks with what stands before and after them on this stage.
 
@@ -50,6 +59,7 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleDict({str(i): b for i, b in blocks.items()})
         self._context = context
         self.recompute, self.recompute_layers = "none", 1
+        self.sequence_weight = 0.0  # with which a term counted over sequences enters the loss
 
     @property
     def is_first(self) -> bool:
@@ -61,10 +71,16 @@ class Decoder(nn.Module):
         """Whether it ends in logits and loss."""
         return "head" in self.ends
 
-    def hidden(self, batch: Batch, boundary: Boundary) -> Tensor:
-        """x_BSD after this stage's blocks."""
+    def hidden(self, batch: Batch, boundary: Boundary, terms: Terms | None = None) -> Tensor:
+        """x_BSD after this stage's blocks; their terms of the loss go to `terms`."""
         x = boundary["hidden"] if not self.is_first else self.start(batch)
         ctx = self._context(batch, x.dtype)
+        ctx.terms, ctx.sequence_weight = terms, self.sequence_weight
+        x = self._through_blocks(x, ctx)
+        ctx.terms = None if terms is None else _Unasked()
+        return x
+
+    def _through_blocks(self, x: Tensor, ctx: Context) -> Tensor:
         blocks = list(self.layers.values())
         if self.recompute != "full" or not self.training:
             return _chain(x, blocks, ctx)
@@ -82,11 +98,12 @@ class Decoder(nn.Module):
 
     def forward(self, batch: Batch, boundary: Boundary, weight: float) -> tuple[Boundary, Terms]:
         """The next boundary and the terms of the loss: name -> (sum over tokens, its weight in the loss)."""
-        x = self.hidden(batch, boundary)
+        terms: Terms = {}
+        x = self.hidden(batch, boundary, terms)
         if not self.is_last:
-            return {"hidden": x}, {}
+            return {"hidden": x}, terms
         loss = self.head(self.norm(x), batch.labels, batch.loss_mask, weight)
-        return {}, {"loss": (loss, weight)}
+        return {}, {"loss": (loss, weight), **terms}
 
     def logits(self, batch: Batch, boundary: Boundary) -> tuple[Boundary, Tensor | None]:
         """The next boundary, and on the last stage the logits of the vocabulary rows held here."""

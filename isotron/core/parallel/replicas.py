@@ -35,6 +35,8 @@ def unequal_replicas(model: ParallelModel) -> list[str]:
             p = stage.module.get_parameter(name)
             for piece in placed.shard.pieces:
                 prints[f"{placed.name} at {piece.global_box.offset}"] = fingerprint(p.data[piece.local_box.slices()])
+        for name in stage.buffers:
+            prints[name] = fingerprint(stage.module.get_buffer(name))
     everyone = comm.gather_json(prints, world)
     differing: list[str] = []
     if everyone is not None:

@@ -195,7 +195,7 @@ class _Pass:
         if self.training:
             self.edges[s, m] = {k: get_gradient_edge(v) for k, v in output.items()}
             self.inputs[s, m] = received
-            self.losses[s, m] = list(terms.values())
+            self.losses[s, m] = [(value, w) for value, w in terms.values() if value.requires_grad]
         if s < self.last_stage and self.schedule.placement[s + 1] == self.runtime.group.index:
             self._hand_over(Kind.RECV_F, s + 1, m, {k: v.detach() for k, v in output.items()})
         elif s < self.last_stage:

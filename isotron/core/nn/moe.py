@@ -1,0 +1,65 @@
+"""A block's experts: router, dispatcher, experts, and the expert that every token visits.
+
+Legend: B batch, S sequence (its local part), D hidden, F feed-forward of one expert. Socket `dispatcher`: how tokens
+come to their experts and back. Sources: Shazeer et al. 2017; Dai et al. 2024 (shared experts).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from isotron.core.nn.block import ExpertBlock, PreNormBlock
+from isotron.core.nn.context import Context
+from isotron.core.nn.dispatch import Dispatcher, Local
+from isotron.core.nn.experts import Experts, Gate
+from isotron.core.nn.linear import Linear
+from isotron.core.nn.mlp import GatedMLP
+from isotron.core.nn.moe_config import MoEConfig
+from isotron.core.nn.norm import RMSNorm
+from isotron.core.nn.router import Router
+
+
+class MoE(nn.Module):
+    """Stands in for a block's MLP. `name`: of the block. `bias`: the router and the experts have biases."""
+
+    def __init__(self, cfg: MoEConfig, hidden: int, name: str, gate: Gate | None = None, bias: bool = False) -> None:
+        super().__init__()
+        self.router = Router(cfg, hidden, name, bias)
+        self.experts = Experts(cfg.num_experts, hidden, cfg.expert_width, gate, bias)
+        self.shared: nn.Module | None = None
+        self.shared_gate: nn.Module | None = None
+        if cfg.shared_width:
+            self.shared = GatedMLP(hidden, cfg.shared_width)
+            self.shared_gate = Linear(hidden, 1) if cfg.moe_shared_expert_gate else None
+        self.dispatcher: Dispatcher = Local()
+        self.recompute = False
+
+    def forward(self, x_BSD: Tensor, ctx: Context, pre: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """`pre` is applied to x first. Under selective recompute activations are formed again, routing never."""
+        x = x_BSD if pre is None else pre(x_BSD)
+        self.experts.recompute = self.recompute
+        sent = self.dispatcher.dispatch(x, self.router(x, ctx))
+        shared = self._shared(x)  # while the tokens are on their way
+        y = self.dispatcher.combine(self.experts(sent.rows_ND, sent.weights_N, sent.counts_E), sent)
+        return y if shared is None else y + shared
+
+    def _shared(self, x_BSD: Tensor) -> Tensor | None:
+        if self.shared is None:
+            return None
+        self.shared.recompute = self.recompute  # type: ignore[assignment]
+        y: Tensor = self.shared(x_BSD)
+        return y if self.shared_gate is None else torch.sigmoid(self.shared_gate(x_BSD)) * y
+
+
+def expert_block(cfg: Any, layer: int, attention: nn.Module, gate: Gate | None = None, bias: bool = False) -> Any:
+    """A pre-norm block with RMSNorm: of a model that has experts in some blocks and a gated MLP in the others."""
+    d, name = cfg.hidden_size, f"layers.{layer}"
+    norms = RMSNorm(d, cfg.norm_epsilon), RMSNorm(d, cfg.norm_epsilon)
+    if cfg.has_experts(layer):
+        return ExpertBlock(norms, attention, MoE(cfg, d, name, gate, bias), cfg.hidden_dropout, name)
+    return PreNormBlock(norms, attention, GatedMLP(d, cfg.ffn), cfg.hidden_dropout, name)

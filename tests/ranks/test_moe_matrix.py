@@ -1,0 +1,77 @@
+"""Models with experts: every layout against one process; losses of all kinds, visits, gradients, biases, weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from isotron.train.verify import compare, measure
+from tests.covering import Case as Choice
+from tests.covering import covering, product_of, uncovered
+from tests.matrix import faults, reference_of
+from tests.moe_matrix import AXES, MODELS, case_of, mixtral
+
+PAIRS = covering(AXES)
+REST = [choice for choice in product_of(AXES) if choice not in PAIRS]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def world_of(choice: Choice) -> int:
+    return case_of(choice).layout.world
+
+
+def name_of(choice: Choice) -> str:
+    return "-".join(map(str, choice.values()))
+
+
+def check(ranks: Callable[..., list[Any]], choice: Choice) -> None:
+    case = case_of(choice)
+    found = ranks(case.layout.world, measure, case, timeout=120)[0]
+    bad = faults(found, reference_of(case))
+    assert not bad, f"{name_of(choice)}: {len(bad)} rows differ from one process, worst first\n" + "\n".join(bad[:8])
+
+
+def test_every_pair_of_features_is_covered() -> None:
+    assert uncovered(PAIRS, AXES) == set()
+
+
+@pytest.mark.parametrize("choice", sorted(PAIRS, key=world_of), ids=name_of)
+def test_pairs(ranks: Callable[..., list[Any]], choice: Choice) -> None:
+    check(ranks, choice)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("choice", sorted(REST, key=world_of), ids=name_of)
+def test_full_product(ranks: Callable[..., list[Any]], choice: Choice) -> None:
+    check(ranks, choice)
+
+
+def test_the_matrix_sees_every_kind_of_term() -> None:
+    reported = {name.partition("/")[0] for m in MODELS.values() for step in reference(m).aux for name in step}
+    assert reported == {"balance", "z", "max_load", "tokens_per_expert", "dropped"}
+    assert all(reference(m).aux[0]["dropped/1"] > 0 for m in MODELS.values() if m.moe_expert_capacity_factor)
+
+
+def reference(model: Any) -> Any:
+    base = case_of({"layout": "1", "model": "drop", "microbatch": 1, "recompute": "none"})
+    return reference_of(replace(base, model=model))
+
+
+def test_the_batch_kind_depends_on_the_microbatch_and_on_nothing_else(ranks: Callable[..., list[Any]]) -> None:
+    model = mixtral(moe_router_load_balancing_type="batch")
+    case = replace(case_of({"layout": "1", "model": "drop", "microbatch": 2, "recompute": "none"}), model=model)
+    one = measure(case)
+    split = replace(case, layout=replace(case.layout, tp=2, sequence_parallel=True))
+    assert all(row.passes for row in compare(ranks(2, measure, split, timeout=120)[0], one))
+    assert any(not row.passes for row in compare(measure(replace(case, micro_batch=1)), one))
