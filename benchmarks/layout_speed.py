@@ -18,7 +18,7 @@ import torch
 from isotron.core.batch import Batch
 from isotron.core.mesh import Mesh
 from isotron.core.models.llama_config import LlamaConfig
-from isotron.core.optim.adamw import AdamW
+from isotron.core.optim.build import make_optimizer
 from isotron.core.optim.config import OptimConfig
 from isotron.core.optim.schedules import ScheduleConfig
 from isotron.core.parallel.model import ParallelModel
@@ -57,7 +57,7 @@ def body(layout: Layout, micro: int, threads: int, dtype: str, steps: int) -> li
     rank = dist.get_rank() if dist.is_initialized() else 0
     mesh = Mesh(rank, tp=layout.tp, dp=layout.dp, pp=layout.pp)
     model = ParallelModel(CONFIG, layout, mesh, getattr(torch, dtype), torch.device("cpu"), 1)
-    optimizer = AdamW(model.views(), OptimConfig())
+    optimizer = make_optimizer(model, OptimConfig())
     schedule = ScheduleConfig(lr=1e-4, lr_decay_style="constant")
     times = []
     for i in range(steps + 1):

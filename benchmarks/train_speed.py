@@ -18,7 +18,7 @@ import torch
 from isotron.core.batch import Batch
 from isotron.core.mesh import Mesh
 from isotron.core.models.llama_config import LlamaConfig
-from isotron.core.optim.adamw import AdamW
+from isotron.core.optim.build import make_optimizer
 from isotron.core.optim.config import OptimConfig
 from isotron.core.optim.schedules import ScheduleConfig
 from isotron.core.parallel.model import ParallelModel
@@ -40,7 +40,7 @@ def ours(dtype: torch.dtype) -> Callable[[int], float]:
     """One isotron step."""
     layout = Layout(dp=1)
     model = ParallelModel(CONFIG, layout, Mesh(), dtype, torch.device("cpu"), 1)
-    optimizer = AdamW(model.views(), OptimConfig())
+    optimizer = make_optimizer(model, OptimConfig())
     schedule = ScheduleConfig(lr=1e-4, lr_decay_style="constant")
     positions = torch.arange(SEQUENCE).expand(ROWS, -1)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from isotron.config.rules import Facts, Rule, asked
 from isotron.config.schema import RunConfig
 from isotron.core.errors import Problem
+from isotron.core.optim.groups import parse
 
 
 def _batch(c: RunConfig, f: Facts) -> Problem:
@@ -187,6 +188,15 @@ def _loss_scale_floor(c: RunConfig, f: Facts) -> Problem:
     )
 
 
+def _group_words(c: RunConfig) -> list[Problem]:
+    return [found for found in map(parse, c.optim.param_groups) if isinstance(found, Problem)]
+
+
+def _remainders(c: RunConfig, f: Facts) -> Problem:
+    case = "a remainder is what a bfloat16 weight lacks of its float32 master"
+    return Problem(asked(c, "master_remainders", "dtype"), case, "--no-master-remainders, or --dtype bfloat16")
+
+
 def _save_is_file(c: RunConfig, f: Facts) -> Problem:
     return Problem(
         asked(c, "save"), "it is a file, and checkpoints need a directory", f"--save {c.checkpoint.save}-checkpoints"
@@ -250,6 +260,10 @@ RUN_RULES: tuple[Rule, ...] = (
          lambda c, f: c.optim.loss_scale > 0 and c.train.dtype != "float16", _loss_scale),
     Rule("loss scale floor", ("min_loss_scale", "initial_loss_scale"),
          lambda c, f: c.optim.min_loss_scale > c.optim.initial_loss_scale, _loss_scale_floor),
+    Rule("words of parameter groups", ("param_groups",),
+         lambda c, f: bool(_group_words(c)), lambda c, f: _group_words(c)[0]),
+    Rule("remainders of bfloat16", ("master_remainders", "dtype"),
+         lambda c, f: c.optim.master_remainders and c.train.dtype != "bfloat16", _remainders),
     Rule("save is a directory", ("save",),
          lambda c, f: bool(c.checkpoint.save) and f.is_file(c.checkpoint.save), _save_is_file),
     Rule("fine-tuning needs weights", ("finetune", "load"),

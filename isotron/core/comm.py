@@ -7,6 +7,7 @@
 | reduce_scatter       | sum, keep own part of a dimension          | all_gather            | the same under SP        |
 | reduce_flat          | sum runs of a flat buffer to their owners  | (gradients)           | data.py: ZeRO-1          |
 | gather_flat          | owners' runs of a flat buffer to all       | (weights)             | data.py: ZeRO-1          |
+| all_to_all           | uneven runs from each rank to each         | (updates)             | optim/muon.py            |
 | exchange             | one batch of sends and receives            | (boundaries)          | pipeline runtime         |
 | gather_json, barrier | small facts, also broadcast_json           |                       | checkpoints, start       |
 
@@ -151,6 +152,15 @@ def start_gather_flat(flat: Tensor, cuts: Sequence[int], group: Group) -> Pendin
         if runs[of].numel():
             ops.append(dist.P2POp(dist.irecv, runs[of], group.ranks[of], group.handle))
     return Pending(dist.batch_isend_irecv(ops) if ops else (), lambda: flat)
+
+
+def start_all_to_all(flat: Tensor, sends: Sequence[int], receives: Sequence[int], group: Group) -> Pending:
+    """Send the next `sends[i]` elements of `flat` to rank i; what comes, `receives[i]` elements from rank i, in order."""
+    if group.size == 1:
+        return done(flat)
+    out = flat.new_empty(sum(receives))
+    work = dist.all_to_all_single(out, flat, list(receives), list(sends), group=group.handle, async_op=True)
+    return Pending((work,), lambda: out)
 
 
 def exchange(

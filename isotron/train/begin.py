@@ -13,9 +13,9 @@ from pathlib import Path
 from isotron.core.checkpoint.format import read_manifest
 from isotron.core.checkpoint.load import Source
 from isotron.core.checkpoint.ranks import together
-from isotron.core.checkpoint.weights import load_weights
+from isotron.core.checkpoint.weights import load_masters, load_weights
 from isotron.core.device import dtype_of
-from isotron.core.optim.adamw import AdamW
+from isotron.core.optim.build import make_optimizer
 from isotron.hub.folder import CONFIG, companions, is_folder
 from isotron.hub.opened import ORIGIN
 from isotron.hub.reader import HFSource
@@ -38,11 +38,13 @@ def begin(state: TrainState, path: Path, say: Callable[[str], None]) -> None:
             return
         source = Source(path)
         masters = state.model.dtype == dtype_of("float32") and any(n.startswith("master/") for n in source.names())
-        load_weights(state.model, source, prefix="master/" if masters else "")
+        load_weights(state.model, source)
+        if masters:
+            load_masters(state.model, source)
         source.close()
 
     together(state.ranks, f"begin with the weights of {path}", read)
-    state.optimizer = AdamW(state.model.views(), state.config.optim)  # its masters are the weights just read
+    state.optimizer = make_optimizer(state.model, state.config.optim)  # its masters are the weights just read
     say(f"isotron: begun with the weights of {path}")
 
 

@@ -120,7 +120,7 @@ def test_tables_do_not_overlap():
         ("--group-query-attention", ["--num-query-groups 8"]),
         ("--family gpt --num-query-groups 4", ["only families llama", "--num-query-groups 4"]),
         ("--transformer-impl", ["the value is missing"]),
-        ("--optimizer sgd", ["not one of adamw"]),
+        ("--optimizer soap", ["not one of adamw"]),
     ],
 )
 def test_refusals(line, parts):

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from isotron.core import comm
 from isotron.core.mesh import AXES, Mesh, coordinate_of
-from isotron.core.optim.adamw import AdamW
+from isotron.core.optim.build import make_optimizer
 from isotron.core.optim.config import OptimConfig
 from isotron.core.optim.schedules import ScheduleConfig
 from isotron.core.parallel.model import ParallelModel
@@ -118,7 +118,7 @@ def traced(case: Case) -> list[Call]:
         return call
 
     model = ParallelModel(case.model, layout, mesh, torch.float64, torch.device("cpu"), case.seed)
-    optimizer = AdamW(model.views(), OptimConfig())
+    optimizer = make_optimizer(model, OptimConfig())
     batches = microbatches(case, 0, mesh.group("dp"))
     patches = [patch.object(comm, name, watch(name, getattr(comm, name))) for name in TRACED]
     for p in patches:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from isotron.config.schema import PRESETS
 from isotron.core.mesh import Mesh
-from isotron.core.optim.adamw import AdamW
+from isotron.core.optim.build import make_optimizer
 from isotron.core.optim.config import OptimConfig
 from isotron.core.parallel.model import ParallelModel
 from isotron.core.parallel.plan import Layout
@@ -36,7 +36,7 @@ def real(job: Job) -> dict[str, Any]:
     axes = {"tp": job.layout.tp, "dp": job.dp, "pp": job.layout.pp}
     mesh = Mesh(dist.get_rank(), **axes) if world > 1 else Mesh()
     model = ParallelModel(job.config, job.layout, mesh, DTYPES[job.dtype], torch.device("cpu"), 1)
-    optim = AdamW(model.views(), OptimConfig())
+    optim = make_optimizer(model, OptimConfig())
     flats = [stage.flat for stage in model.stages.values()]
 
     def size(tensors: list[torch.Tensor]) -> int:
@@ -46,8 +46,8 @@ def real(job: Job) -> dict[str, Any]:
         "at": (mesh.coordinate["pp"], mesh.coordinate["tp"], mesh.coordinate["dp"]),
         "weights": size([f.weights for f in flats]),
         "gradients": size([f.grads for f in flats]),
-        "masters": size(optim.state["master"]) if optim.own_masters else 0,
-        "moments": size(optim.state["exp_avg"] + optim.state["exp_avg_sq"]),
+        "masters": optim.nbytes("master"),
+        "moments": optim.nbytes("exp_avg", "exp_avg_sq"),
         "names": {n: tuple(p.shard.shape) for s in model.stages.values() for n, p in s.placed.items()},
         "parameters": model.count_parameters(),
     }

@@ -1,0 +1,29 @@
+"""The optimizer of a model in a layout, with the settings of all its parameters known and checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from isotron.core.checkpoint.weights import global_names
+from isotron.core.layout import Ints
+from isotron.core.optim.config import OptimConfig
+from isotron.core.optim.groups import settle
+from isotron.core.optim.optimizer import Optimizer
+from isotron.core.parallel.model import ParallelModel
+
+
+def make_optimizer(model: ParallelModel, cfg: OptimConfig, kind: type[Optimizer] = Optimizer) -> Optimizer:
+    """Every rank calls it; patterns that match nothing or contradict each other are refused on all of them alike."""
+    settings = settle(shapes_of(model), cfg)
+    mesh = model.mesh
+    like = torch.empty(0, dtype=torch.promote_types(model.dtype, torch.float32), device=model.device)
+    neighbours = mesh.group_of(mesh.ranks_along("tp", "cp", "dp"))
+    return kind(model.views(), cfg, settings, neighbours, like)
+
+
+def shapes_of(model: ParallelModel) -> Mapping[str, Ints]:
+    """Global names and shapes of the whole model's parameters, each once."""
+    table = model.config.layout(model.layout.padded_vocab(model.config.vocab_size))
+    return {name: table.rule(name).shape for name in global_names(model)}

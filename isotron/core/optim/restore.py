@@ -1,0 +1,29 @@
+"""Optimizer state from a checkpoint of any layout, whatever form it is kept in here."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from isotron.core.checkpoint.load import TensorSource, Wanted, load_tensors
+from isotron.core.optim.optimizer import Optimizer, Slot
+
+
+def load_slots(optimizer: Optimizer, source: TensorSource) -> None:
+    """Fill all state; names and shapes are checked for everything before any copy.
+
+    Masters that the source lacks are its weights. State that is packed here is unpacked one tensor at a time.
+    """
+    names, slots = set(source.names()), list(optimizer.slots())
+
+    def wanted(slot: Slot, tensor: Tensor | None) -> Wanted:
+        name = slot.name if slot.name in names else slot.name.removeprefix("master/")
+        pieces = [] if tensor is None else list(slot.view.pieces(tensor, owned=False))
+        return Wanted(name, pieces, slot.view.placed.rule.shape)
+
+    at_once = [wanted(slot, None if slot.packed else slot.kept.stored()) for slot in slots]
+    load_tensors(source, at_once, ignore=lambda name: True)
+    for slot in slots:
+        if slot.packed:
+            wide = slot.kept.stored()
+            load_tensors(source, [wanted(slot, wide)], ignore=lambda name: True)
+            slot.kept.write(wide)
