@@ -32,8 +32,6 @@ ALIASES: dict[str, str] = {
     "--zero-stage": "zero",
     "--muon-num-ns-steps": "muon_ns_steps",
     "--muon-scalar-optimizer": "muon_others",
-    "--muon-num-ns-steps": "muon_ns_steps",
-    "--muon-scalar-optimizer": "muon_others",
     "--save-checkpoint": "save",
     "--load-checkpoint": "load",
     "--num-query-groups": "num_key_value_heads",

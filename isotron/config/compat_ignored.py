@@ -44,7 +44,6 @@ IGNORED: dict[str, tuple[int, str]] = {
     "--no-gradient-accumulation-fusion": (0, _ACC),
     "--accumulate-allreduce-grads-in-fp32": (0, _ACC),
     "--use-precision-aware-optimizer": (0, "the types of optimizer state are options of their own: --exp-avg-dtype"),
-    "--use-precision-aware-optimizer": (0, "the types of optimizer state are options of their own: --exp-avg-dtype"),
     "--attention-softmax-in-fp32": (0, "the softmax of attention always sums in float32"),
     "--no-query-key-layer-scaling": (0, "scores are never scaled by the layer number"),
     "--calculate-per-token-loss": (0, "the loss is always the mean over the unmasked tokens of the whole step"),

@@ -94,7 +94,7 @@ _POSITIVE = {
     "ddp_bucket_size": 40000000, "log_interval": 1, "loss_scale_window": 1000, "hysteresis": 2, "norm_epsilon": 1e-5,
     "rope_theta": 10000.0, "rope_percent": 1.0, "rope_low_freq_factor": 1.0,
     "rope_high_freq_factor": 4.0, "rope_beta_fast": 32.0, "rope_beta_slow": 1.0,
-    "init_method_std": 0.02, "adam_eps": 1e-8, "muon_ns_steps": 5, "muon_extra_scale_factor": 0.2, "num_experts": 8, "moe_router_topk": 2,
+    "init_method_std": 0.02, "adam_eps": 1e-8, "num_experts": 8, "moe_router_topk": 2,
     "moe_router_topk_scaling_factor": 1.0, "muon_ns_steps": 5, "muon_extra_scale_factor": 0.2,
 }  # fmt: skip
 _NOT_NEGATIVE = {

@@ -25,7 +25,6 @@ from isotron.core.errors import Refused, refuse
 from isotron.core.mesh import AXES, Group
 from isotron.core.optim.optimizer import Optimizer
 from isotron.core.optim.restore import load_slots
-from isotron.core.optim.restore import load_slots
 from isotron.core.optim.schedules import ScheduleConfig
 from isotron.core.parallel.model import ParallelModel
 from isotron.core.parallel.replicas import unequal_replicas
@@ -129,15 +128,6 @@ def saved_meta(state: TrainState) -> dict[str, Any]:
         "segments": list(state.segments),
         "sources": list(state.sources),
     }
-
-
-def state_bytes(state: TrainState) -> int:
-    """Bytes of optimizer state in a checkpoint, over all ranks."""
-    model = state.model
-    mine = model.layout.shards_optimizer or model.mesh.coordinate["dp"] == 0
-    parts = (t for _, _, _, pieces in state.optimizer.pieces() for _, t in pieces) if mine else ()
-    total = torch.tensor(sum(t.nbytes for t in parts), device=model.device)
-    return int(comm.all_reduce(total, state.ranks.group))
 
 
 def state_bytes(state: TrainState) -> int:

@@ -15,7 +15,6 @@ from isotron.core.batch import Batch
 from isotron.core.mesh import AXES
 from isotron.core.optim.clip import clip_factor, global_norm
 from isotron.core.optim.optimizer import Optimizer
-from isotron.core.optim.optimizer import Optimizer
 from isotron.core.optim.schedules import ScheduleConfig, learning_rate, weight_decay
 from isotron.core.parallel.model import ParallelModel
 from isotron.core.parallel.routing import count_visits, described, move_biases, sum_aux

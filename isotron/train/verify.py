@@ -24,7 +24,6 @@ from isotron.core.mesh import AXES, Group, Mesh
 from isotron.core.optim.build import make_optimizer
 from isotron.core.optim.config import OptimConfig
 from isotron.core.optim.optimizer import Optimizer
-from isotron.core.optim.optimizer import Optimizer
 from isotron.core.optim.schedules import ScheduleConfig
 from isotron.core.parallel.model import ParallelModel
 from isotron.core.parallel.plan import Layout
@@ -57,8 +56,6 @@ class Case:
     isolate: bool = False
     inject: str = ""
     device: str = "cpu"
-    # epsilon far above rounding keeps Adam from turning the last bit of a tiny gradient into a step
-    optim: OptimConfig = OptimConfig(clip_grad=1.0, adam_eps=1e-6)
     # epsilon far above rounding keeps Adam from turning the last bit of a tiny gradient into a step
     optim: OptimConfig = OptimConfig(clip_grad=1.0, adam_eps=1e-6)
 

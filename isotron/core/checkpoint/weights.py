@@ -42,14 +42,6 @@ def load_masters(model: ParallelModel, source: TensorSource) -> None:
     load_tensors(source, [want for want in wanted if want.name in names], ignore=lambda name: True)
 
 
-def load_masters(model: ParallelModel, source: TensorSource) -> None:
-    """Fill the parameters from their masters where the source has them; what was frozen has none."""
-    model.wait_weights()
-    names = set(source.names())
-    wanted = [replace(want, name="master/" + want.name) for want in weights_wanted(model)]
-    load_tensors(source, [want for want in wanted if want.name in names], ignore=lambda name: True)
-
-
 def weights_wanted(model: ParallelModel) -> list[Wanted]:
     """Every tensor of the whole model under its global name, with the regions that this rank holds, maybe none."""
     table: Table = model.config.layout(model.layout.padded_vocab(model.config.vocab_size))
