@@ -19,7 +19,7 @@ from isotron.core.models.gpt_config import GPTConfig
 from isotron.core.models.llama_config import LlamaConfig
 from isotron.core.parallel.model import ParallelModel
 from isotron.core.parallel.plan import Layout
-from isotron.inference.config import inference_layout
+from isotron.inference.config import EngineConfig, inference_layout
 from isotron.inference.engine import Engine, Generated
 from isotron.tokenizers.null import NullTokenizer
 from isotron.train.verify import randomise
@@ -43,9 +43,9 @@ def make_model(name: str, dtype: str = "float64", **layout: int) -> ParallelMode
     return model
 
 
-def make_engine(name: str, dtype: str = "float64", **layout: int) -> Engine:
-    """An engine with a tokenizer that reads and writes ids."""
-    return Engine(make_model(name, dtype, **layout), NullTokenizer(131))
+def make_engine(name: str, dtype: str = "float64", config: EngineConfig | None = None, **layout: int) -> Engine:
+    """An engine with a tokenizer that reads and writes ids; small pages, so that sequences have several."""
+    return Engine(make_model(name, dtype, **layout), NullTokenizer(131), config or EngineConfig(page=4))
 
 
 def several(name: str, layout: dict[str, int]) -> list[Generated]:

@@ -1,110 +1,182 @@
-"""Keys and values of earlier tokens, kept per layer, and the attention core that reads them.
+"""The paged cache of a stage and the attention core that keeps keys and values in it.
 
-Legend: B rows (prompts), S new tokens per row, H query heads, K key/value heads (H and K local), T slots, N head size.
+Legend: T tokens of the pass, H query heads, K key/value heads (H and K local), G = H / K, N head size, P tokens of a
+page, E pages as spans see them, S queries of a short span, R short spans, M pages of the span that has most.
 
-Slot t of a row holds the key and value of the row's token at position t. Rows of different lengths lie left-aligned:
-in the first pass padding follows the prompt, and its slots are overwritten as the row grows. A query at position p
-sees slots 0..p only, all of them the row's own, so a row never sees padding or another row.
+What a layer keeps per token are two tensors [heads, size], whatever it gives its core as keys and values in its first
+pass: queries must have the size of keys, values may have their own. They lie as [heads, slots, size], slot = page x P +
+place on the page. So a layer that keeps a latent vector (one head of it as key, part of it as value) and unfolds it
+elsewhere needs nothing else. `PagedCore` takes the place of every `Causal` core.
+
+Short spans read pages where they lie, without a copy: every page is one batch entry of a fused kernel that also gives
+the logarithm of its softmax's sum, and a span's pages are combined by those. The queries that share a key/value head
+stand side by side as queries of that head.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.nn as nn
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from isotron.core.nn.attention import Attention
+from isotron.core.nn.attention import Causal
 from isotron.core.nn.context import Context
+from isotron.inference.plan import ByPage, Pass, Span
 
 
 class Cache:
-    """What all layers of a stage share: B x T slots, and which of them the present pass looks at."""
+    """Room for `pages` x `page` tokens in every attention layer of a stage; `now` is the pass that is under way."""
 
-    def __init__(self, rows: int, slots: int) -> None:
-        self.rows, self.slots = rows, slots
-        self.empty, self.long = True, False
-        self.used = 0
-        self.positions_BS: Tensor | None = None
+    def __init__(self, pages: int, page: int) -> None:
+        self.pages, self.page = pages, page
+        self.now: Pass | None = None
+        self.kept: list[Tensor] = []
 
-    def begin_anew_if(self, long: bool) -> None:
-        """Under LongRoPE keys are turned otherwise once a row is long; then the next pass takes all tokens again."""
-        self.empty, self.long = self.empty or long != self.long, long
+    def room(self, new_TK1N: Tensor) -> Tensor:
+        """[K, slots, N] for tokens like these; zeros, since a hidden slot has weight 0 and 0 x NaN is NaN."""
+        _, heads, _, size = new_TK1N.shape
+        made = torch.zeros(heads, self.pages * self.page, size, dtype=new_TK1N.dtype, device=new_TK1N.device)
+        self.kept.append(made)
+        return made
 
-    def begin(self, positions_BS: Tensor, used: int) -> None:
-        """A pass over tokens at `positions_BS`, all below `used`; on an empty cache they are 0..S-1 in every row."""
-        self.used, self.positions_BS = used, positions_BS
+    @property
+    def bytes(self) -> int:
+        """Bytes of all layers' tensors."""
+        return sum(t.numel() * t.element_size() for t in self.kept)
 
-    def visible(self, window: int) -> Tensor:
-        """[B, 1, S, T]: the slots that each query sees; `window` above 0 limits how far back."""
-        if self.positions_BS is None:
-            raise RuntimeError("no pass has begun on this cache")
-        slots, at = torch.arange(self.used, device=self.positions_BS.device), self.positions_BS[..., None]
-        seen = slots <= at
-        if window:
-            seen &= slots > at - window
-        return seen[:, None]
-
-    def end(self) -> None:
-        """The pass has gone through all layers."""
-        self.empty = False
+    @torch.inference_mode()
+    def copy_page(self, source: int, target: int) -> None:
+        """The values of one page to another, in every layer."""
+        a, b, n = source * self.page, target * self.page, self.page
+        for tensor in self.kept:
+            tensor[:, b : b + n] = tensor[:, a : a + n]
 
 
-class CachedCore(nn.Module):
-    """The attention core of generation for one layer: keeps new keys and values, attends to all that are kept."""
+class PagedCore(nn.Module):
+    """Keeps the new tokens' keys and values in the cache, and attends to all that their sequences have there."""
 
-    def __init__(self, plain: nn.Module, cache: Cache, kv_heads: int, head_size: int, like: Tensor) -> None:
+    def __init__(self, cache: Cache, plain: Causal) -> None:
         super().__init__()
-        self.plain, self.cache = plain, cache
-        self.window: int = getattr(plain, "window", 0)
-        # zeros, not whatever the memory held: a hidden slot has weight 0, and 0 x NaN would be NaN
-        shape = (2, cache.rows, kv_heads, cache.slots, head_size)
-        self.k_BKTN, self.v_BKTN = torch.zeros(shape, dtype=like.dtype, device=like.device)
+        self.cache, self.window, self.scale = cache, plain.window, plain.scale or None
+        self.kept: tuple[Tensor, Tensor] | None = None
 
-    def forward(self, q_BHSN: Tensor, k_BKSN: Tensor, v_BKSN: Tensor, ctx: Context) -> Tensor:
-        """o_BHSN."""
-        cache = self.cache
-        at = ctx.batch.positions[:, None, :, None].expand(k_BKSN.shape)
-        self.k_BKTN.scatter_(2, at, k_BKSN)
-        self.v_BKTN.scatter_(2, at, v_BKSN)
-        if cache.empty:  # nothing earlier to see: the plain causal core is the same and needs no mask
-            o_BHSN: Tensor = self.plain(q_BHSN, k_BKSN, v_BKSN, ctx)
-            return o_BHSN
-        k, v = self.k_BKTN[:, :, : cache.used], self.v_BKTN[:, :, : cache.used]
-        grouped = q_BHSN.shape[1] != k.shape[1]
-        return scaled_dot_product_attention(q_BHSN, k, v, attn_mask=cache.visible(self.window), enable_gqa=grouped)
+    def forward(self, q_TH1N: Tensor, k_TK1N: Tensor, v_TK1N: Tensor, ctx: Context) -> Tensor:
+        """o_TH1N."""
+        now = self.cache.now
+        if now is None:
+            raise RuntimeError("no pass has begun on this cache")
+        if self.kept is None:
+            self.kept = self.cache.room(k_TK1N), self.cache.room(v_TK1N)
+        k_KTN, v_KTN = k_TK1N[:, :, 0].transpose(0, 1), v_TK1N[:, :, 0].transpose(0, 1)
+        self.kept[0].index_copy_(1, now.slots_T, k_KTN)
+        self.kept[1].index_copy_(1, now.slots_T, v_KTN)
+        q_THN = q_TH1N[:, :, 0]
+        if not now.long:
+            return self._short(q_THN, self.kept, now)[:, :, None]
+        out = [self._short(q_THN[: now.shorts], self.kept, now)] if now.short else []
+        first = now.shorts
+        for span in now.long:
+            part = slice(first, first + span.count)
+            out.append(self._long(q_THN[part], k_KTN[:, part], v_KTN[:, part], self.kept, span))
+            first += span.count
+        return torch.cat(out)[:, :, None]
+
+    def _short(self, q_THN: Tensor, kept: tuple[Tensor, Tensor], now: Pass) -> Tensor:
+        """o_THN of the short spans."""
+        view, kv = now.by_page(self.window), kept[0].shape[0]
+        q_RSKGN = (q_THN[:, None] if now.single else q_THN[now.take_RS]).unflatten(2, (kv, -1))
+        q_EKQN = q_RSKGN.index_select(0, view.row_E).transpose(1, 2).flatten(2, 3)
+        groups = q_RSKGN.shape[3]
+        k_EKPN, v_EKPN = (self._pages(t, view) for t in kept)
+        o_EKQN, lse_EKQ = page_attention(q_EKQN, k_EKPN, v_EKPN, view, self.scale)
+        o_RKQN = combine(o_EKQN, lse_EKQ, view, groups)
+        o = o_RKQN.unflatten(2, (-1, groups)).transpose(1, 2).flatten(2, 3)  # R S H N
+        return o[:, 0] if now.single else o.flatten(0, 1)[now.back_T]
+
+    def _pages(self, kept_KTN: Tensor, view: ByPage) -> Tensor:
+        """[E, K, P, N]: in place where the pages lie together, else a copy."""
+        p = self.cache.page
+        if view.slots is None:
+            first = view.first * p
+            kept_KTN = kept_KTN[:, first : first + len(view.row_E) * p]
+        else:
+            kept_KTN = kept_KTN.index_select(1, view.slots)
+        return kept_KTN.unflatten(1, (-1, p)).transpose(0, 1)
+
+    def _long(self, q_SHN: Tensor, k_KSN: Tensor, v_KSN: Tensor, kept: tuple[Tensor, Tensor], span: Span) -> Tensor:
+        """o_SHN of a span that attends to its own tokens, and to what came before it where anything did."""
+        if span.start:
+            slots = _slots(span, self.cache.page, q_SHN.device)
+            k_KSN, v_KSN = (t.index_select(1, slots) for t in kept)
+        mask = None
+        if span.start or 0 < self.window < span.count:
+            mask = torch.ones(span.count, span.end, dtype=torch.bool, device=q_SHN.device).tril(span.start)
+            mask = mask.triu(span.start + 1 - self.window) if self.window else mask
+        q, k, v = q_SHN.transpose(0, 1)[None], k_KSN[None], v_KSN[None]
+        grouped = q.shape[1] != k.shape[1]
+        o = scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=grouped
+        )
+        return o[0].transpose(0, 1)
+
+
+def _slots(span: Span, page: int, device: torch.device) -> Tensor:
+    """Where the tokens 0 .. end - 1 of a span's sequence lie."""
+    table = torch.tensor(span.table[: -(-span.end // page)], dtype=torch.long, device=device)
+    return (table[:, None] * page + torch.arange(page, device=device)).flatten()[: span.end]
+
+
+def page_attention(
+    q_EKQN: Tensor, k_EKPN: Tensor, v_EKPN: Tensor, view: ByPage, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    """Attention of each entry's queries to its page alone: o_EKQN, and log sum exp of the scores, lse_EKQ."""
+    mask = view.mask_E1SP
+    queries = q_EKQN.shape[2]
+    if queries != mask.shape[2]:
+        mask = mask[:, :, :, None].expand(-1, -1, -1, queries // mask.shape[2], -1).flatten(2, 3)
+    if q_EKQN.device.type == "cpu" and k_EKPN.shape[-1] == v_EKPN.shape[-1]:
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q_EKQN, k_EKPN, v_EKPN, 0.0, False, attn_mask=mask, scale=scale
+        )
+    wide = torch.promote_types(q_EKQN.dtype, torch.float32)
+    scores = (q_EKQN @ k_EKPN.transpose(-1, -2)).to(wide) * (scale or q_EKQN.shape[-1] ** -0.5) + mask
+    lse = scores.logsumexp(-1)
+    return (scores - lse[..., None]).exp().nan_to_num().to(v_EKPN.dtype) @ v_EKPN, lse
+
+
+def combine(o_EKQN: Tensor, lse_EKQ: Tensor, view: ByPage, groups: int) -> Tensor:
+    """o_RKQN: the pages of each span, weighted by what their scores sum to."""
+    if view.table_RM.shape[1] == 1:
+        return o_EKQN.index_select(0, view.table_RM[:, 0])
+    bias_RM1Q = view.bias_RMS.repeat_interleave(groups, 2) if groups > 1 else view.bias_RMS
+    weight_RMKQ = torch.softmax(lse_EKQ[view.table_RM] + bias_RM1Q[:, :, None], 1)
+    return torch.einsum("rmkq,rmkqn->rkqn", weight_RMKQ.to(o_EKQN.dtype), o_EKQN[view.table_RM])
+
+
+# ---- putting cores into a model ------------------------------------------------------------------------------------
 
 
 @contextmanager
-def cached(module: nn.Module, rows: int, slots: int) -> Iterator[Cache]:
-    """Inside, `module` is in evaluation mode and its attention layers keep a new, empty cache of `rows` x `slots`.
+def cached(module: nn.Module, cache: Cache) -> Iterator[None]:
+    """Inside, `module` is in evaluation mode and its attention layers keep their tokens in `cache`.
 
     Afterwards the module is what it was before, so that training can go on.
     """
-    cache = Cache(rows, slots)
-    layers = [layer for layer in module.modules() if isinstance(layer, Attention)]
+    layers: list[Any] = [layer for layer in module.modules() if isinstance(getattr(layer, "core", None), Causal)]
     before = [(layer, layer.core) for layer in layers]
     modes = [(part, part.training) for part in module.modules()]
     module.eval()
     try:
         for layer in layers:
-            layer.core = _core(layer, cache)  # type: ignore[assignment]
-        yield cache
+            layer.core = PagedCore(cache, layer.core)
+        yield
     finally:
-        _restore(before, modes)
-
-
-def _core(layer: Attention, cache: Cache) -> CachedCore:
-    n, weight = layer.head_size, layer.qkv.weight
-    heads = layer.out.weight.shape[1] // n
-    return CachedCore(layer.core, cache, (weight.shape[0] // n - heads) // 2, n, weight)
-
-
-def _restore(cores: Iterable[tuple[Attention, nn.Module]], modes: Iterable[tuple[nn.Module, bool]]) -> None:
-    for layer, core in cores:
-        layer.core = core  # type: ignore[assignment]
-    for part, training in modes:
-        part.training = training
+        for layer, core in before:
+            layer.core = core
+        for part, training in modes:
+            part.training = training

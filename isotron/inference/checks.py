@@ -7,7 +7,7 @@ from typing import Any
 
 from isotron.core.errors import Problem, Refused
 from isotron.core.parallel.model import ParallelModel
-from isotron.inference.config import Sampling
+from isotron.inference.config import Wish
 
 
 def check_model(model: ParallelModel) -> None:
@@ -29,14 +29,15 @@ def check_model(model: ParallelModel) -> None:
         raise Refused(problems)
 
 
-def check_request(config: Any, rows: Sequence[Sequence[int]], max_new_tokens: int, sampling: Sampling) -> None:
+def check_request(config: Any, rows: Sequence[Sequence[int]], wish: Wish) -> None:
     """Refuses values out of range, ids outside the vocabulary, and rows longer than the model; all of them at once."""
-    problems = sampling.problems()
-    if max_new_tokens < 1:
-        asked = f"--max-new-tokens {max_new_tokens}"
-        problems.append(Problem(asked, "max_new_tokens must be 1 or more", "--max-new-tokens 64"))
+    problems = wish.problems()
+    for token in (*wish.ending.stop_ids, *(t for t, _ in wish.sampling.logit_bias)):
+        if not 0 <= token < config.vocab_size:
+            case = f"the model's tokens are 0..{config.vocab_size - 1}"
+            problems.append(Problem(f"--stop-ids or --logit-bias with token {token}", case, "a token of the model"))
     for i, row in enumerate(rows):
-        problems += _row_problems(config, i, row, max(max_new_tokens, 1))
+        problems += _row_problems(config, i, row, max(wish.ending.max_new_tokens, 1))
     if problems:
         raise Refused(problems)
 

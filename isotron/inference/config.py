@@ -1,9 +1,9 @@
-"""Options of generation: how tokens are chosen, and the layout that a model is given for it. PURE."""
+"""Options of generation: how tokens are chosen, when a sequence ends, and how the cache is laid out. PURE."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from isotron.core.errors import Problem
 from isotron.core.parallel.plan import Layout
@@ -11,25 +11,138 @@ from isotron.core.parallel.plan import Layout
 
 @dataclass(frozen=True)
 class Sampling:
-    """temperature: 0 takes the likeliest token. top_k: draw from the k likeliest, 0 means all. top_p: draw from the
-    likeliest that hold this probability, 0 or 1 means all. seed: other seeds draw other tokens."""
+    """How the next token is chosen; the cuts are made in the order of the fields.
+
+    repetition_penalty divides what speaks for tokens of the prompt or of the answer; presence_penalty and
+    frequency_penalty are subtracted from tokens of the answer, once or per occurrence; logit_bias is added per token.
+    temperature: 0 takes the likeliest token. top_k: draw from the k likeliest, 0 means all. top_p: draw from the
+    likeliest that hold this probability, 0 or 1 means all. min_p: only from tokens with at least this share of the
+    likeliest one's probability. seed: other seeds draw other tokens.
+    """
 
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 0.0
     seed: int = 1234
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+
+    @property
+    def adjusts(self) -> bool:
+        """Whether logits change before anything is chosen."""
+        return bool(self.logit_bias) or self.penalises
+
+    @property
+    def penalises(self) -> bool:
+        """Whether the choice depends on the tokens so far."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+    def problems(self) -> list[Problem]:
+        """Every value out of range."""
+        finite = math.isfinite
+        rules = (
+            ("--temperature", self.temperature, finite(self.temperature) and self.temperature >= 0,
+             "the temperature must be a number of 0 or more", "--temperature 0 (greedy) or --temperature 1"),
+            ("--top-k", self.top_k, self.top_k >= 0,
+             "top_k must be 0 (all tokens) or more", "--top-k 0"),
+            ("--top-p", self.top_p, 0 <= self.top_p <= 1,
+             "top_p is a probability between 0 and 1 (0 and 1: all tokens)", "--top-p 0.9"),
+            ("--min-p", self.min_p, 0 <= self.min_p <= 1,
+             "min_p is a share between 0 (all tokens) and 1", "--min-p 0.05"),
+            ("--repetition-penalty", self.repetition_penalty,
+             finite(self.repetition_penalty) and self.repetition_penalty > 0,
+             "it divides logits, so it must be above 0 (1: no penalty)", "--repetition-penalty 1.1"),
+            ("--presence-penalty", self.presence_penalty, -2 <= self.presence_penalty <= 2,
+             "it must be between -2 and 2 (0: no penalty)", "--presence-penalty 0.5"),
+            ("--frequency-penalty", self.frequency_penalty, -2 <= self.frequency_penalty <= 2,
+             "it must be between -2 and 2 (0: no penalty)", "--frequency-penalty 0.5"),
+            ("--logit-bias", dict(self.logit_bias), all(abs(b) <= 100 for _, b in self.logit_bias),
+             "every bias must be between -100 and 100", "--logit-bias 50256:-100"),
+        )  # fmt: skip
+        return [Problem(f"{name} {value}", case, fix) for name, value, fine, case, fix in rules if not fine]
+
+
+@dataclass(frozen=True)
+class Ending:
+    """When a sequence ends: after `max_new_tokens`, at one of `stop_ids` (kept in the tokens, not in the text), or
+    before one of the texts `stop`."""
+
+    max_new_tokens: int = 64
+    stop_ids: frozenset[int] = frozenset()
+    stop: tuple[str, ...] = ()
 
     def problems(self) -> list[Problem]:
         """Every value out of range."""
         rules = (
-            (f"--temperature {self.temperature}", math.isfinite(self.temperature) and self.temperature >= 0,
-             "the temperature must be a number of 0 or more", "--temperature 0 (greedy) or --temperature 1"),
-            (f"--top-k {self.top_k}", self.top_k >= 0,
-             "top_k must be 0 (all tokens) or more", "--top-k 0"),
-            (f"--top-p {self.top_p}", 0 <= self.top_p <= 1,
-             "top_p is a probability between 0 and 1 (0 and 1: all tokens)", "--top-p 0.9"),
+            (f"--max-new-tokens {self.max_new_tokens}", self.max_new_tokens >= 1,
+             "max_new_tokens must be 1 or more", "--max-new-tokens 64"),
+            ("--stop with an empty text", all(self.stop), "every text contains it", "--stop with the text to stop at"),
         )  # fmt: skip
         return [Problem(asked, case, fix) for asked, fine, case, fix in rules if not fine]
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """rows: sequences at work at once. page: tokens of a page of the cache. chunk: tokens of one pass, beyond which
+    prompts wait for the next. reuse: sequences with the same beginning share its pages. lookahead: tokens guessed
+    ahead by `speculate` (none, ngram, draft)."""
+
+    rows: int = 32
+    page: int = 64
+    chunk: int = 512
+    reuse: bool = True
+    speculate: str = "none"
+    lookahead: int = 4
+
+    def problems(self) -> list[Problem]:
+        """Every value out of range."""
+        kinds = ("none", "ngram", "draft")
+        rules = (
+            (f"--max-batch {self.rows}", self.rows >= 1, "at least one sequence is at work", "--max-batch 32"),
+            (f"--page {self.page}", self.page >= 1, "a page holds one token or more", "--page 64"),
+            (f"--chunk {self.chunk}", self.chunk >= 1, "a pass takes one token or more", "--chunk 512"),
+            (f"--speculate {self.speculate}", self.speculate in kinds, f"it is one of {', '.join(kinds)}",
+             "--speculate ngram"),
+            (f"--lookahead {self.lookahead}", 1 <= self.lookahead <= 7, "1 to 7 tokens can be guessed ahead",
+             "--lookahead 4"),
+        )  # fmt: skip
+        return [Problem(asked, case, fix) for asked, fine, case, fix in rules if not fine]
+
+
+@dataclass(frozen=True)
+class Wish:
+    """One request: how to choose, when to end, how many answers (`n`, the likeliest of `best_of`), how many
+    alternatives per token to report (`tops`), whether to report log-probabilities, and a grammar that the answer must
+    follow: ("json_schema", text), ("json", "") or ("regex", text)."""
+
+    sampling: Sampling = field(default_factory=Sampling)
+    ending: Ending = field(default_factory=Ending)
+    n: int = 1
+    best_of: int = 0
+    logprobs: bool = True
+    tops: int = 0
+    grammar: tuple[str, str] | None = None
+
+    @property
+    def samples(self) -> int:
+        """Sequences that are generated for it."""
+        return max(self.n, self.best_of)
+
+    def problems(self) -> list[Problem]:
+        """Every value out of range."""
+        rules = (
+            (f"--n {self.n}", self.n >= 1, "at least one answer is asked for", "--n 1"),
+            (f"--best-of {self.best_of} --n {self.n}", self.best_of == 0 or self.best_of >= self.n,
+             "the best n are taken of best_of, so it cannot be smaller", f"--best-of {self.n}"),
+            (f"--logprobs {self.tops}", 0 <= self.tops <= 20, "0 to 20 alternatives are reported", "--logprobs 5"),
+            (f"--n {self.samples} at --temperature 0", self.samples == 1 or self.sampling.temperature > 0,
+             "the likeliest token is the same in every answer", "--temperature 1, or --num-beams for several"),
+        )  # fmt: skip
+        own = [Problem(asked, case, fix) for asked, fine, case, fix in rules if not fine]
+        return [*self.sampling.problems(), *self.ending.problems(), *own]
 
 
 def inference_layout(layout: Layout) -> Layout:

@@ -3,60 +3,213 @@
     engine = Engine(model, tokenizer)        # on every rank
     out = engine.generate([[5, 7], [1]], max_new_tokens=20)
 
-Legend: B rows (one per prompt), S tokens of the pass, D hidden, V vocabulary. The first pass takes all prompts, padded
-on the right; every later pass takes one token per row. Pipeline stages run in turn; the last stage's first rank decides
-each token and all ranks are told.
+or, for requests that come and go:
+
+    with engine.opened(cache_tokens=65536):
+        rows = engine.add([5, 7], Wish(ending=Ending(20)))
+        while not engine.idle:
+            engine.step()                    # one pass; every row that could go on has grown
+
+Legend: O tokens whose logits a pass gives, V vocabulary. All ranks hold the same rows and plan the same passes; the
+last stage's first rank chooses each token and all ranks are told.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from isotron.core import comm
-from isotron.core.batch import Batch
-from isotron.core.errors import refuse
-from isotron.core.mesh import AXES, rank_of
+from isotron.core.errors import Problem, Refused, refuse
 from isotron.core.parallel.model import ParallelModel
-from isotron.inference.cache import Cache, cached
 from isotron.inference.checks import check_model, check_request
-from isotron.inference.config import Sampling
-from isotron.inference.sampling import NOT_A_TOKEN, choose
+from isotron.inference.config import Ending, EngineConfig, Sampling, Wish
+from isotron.inference.pages import Pages
+from isotron.inference.plan import Span
+from isotron.inference.row import Row
+from isotron.inference.runner import Runner
+from isotron.inference.sampling import NOT_A_TOKEN, Draw, choose, likeliest, own_logprobs
+from isotron.inference.scheduler import Scheduler, Work
+from isotron.inference.speculate import FromDraft, FromText, Guesser, accepted
+from isotron.inference.text import Text
 from isotron.tokenizers.base import Tokenizer
 
 
 @dataclass(frozen=True)
 class Generated:
-    """Per prompt: the new tokens (a stop token included), the model's log-probability of each (nats, at temperature 1
-    over the whole vocabulary), and why the row ended: "stop" or "length"."""
+    """Per answer, in the order of the prompts: the new tokens (a stop token included), the model's log-probability of
+    each (nats, at temperature 1 over the whole vocabulary), and why the answer ended: "stop" or "length"."""
 
     tokens: list[list[int]] = field(default_factory=list)
     logprobs: list[list[float]] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
 
-    def joined(self, other: Generated) -> Generated:
-        """These rows and the other's."""
-        return Generated(self.tokens + other.tokens, self.logprobs + other.logprobs, self.reasons + other.reasons)
-
 
 class Engine:
     """Generates with a model in an `inference_layout`, or in that of a training run without data parallelism, chunks
-    and sequence parallelism; the model can be trained on afterwards. Every rank makes the same calls."""
+    and sequence parallelism; the model can be trained on afterwards. Every rank makes the same calls.
 
-    def __init__(self, model: ParallelModel, tokenizer: Tokenizer | None = None) -> None:
+    `draft`: a smaller model in the same layout with the same vocabulary, for `config.speculate` "draft".
+    """
+
+    def __init__(
+        self,
+        model: ParallelModel,
+        tokenizer: Tokenizer | None = None,
+        config: EngineConfig | None = None,
+        draft: ParallelModel | None = None,
+    ) -> None:
+        self.config = config or EngineConfig()
         check_model(model)
-        self.model, self.tokenizer = model, tokenizer
-        self.mesh = model.mesh
-        (self.stage,) = model.stages.values()
-        self.world = self.mesh.group(*AXES)
-        last = {"tp": 0, "cp": 0, "dp": 0, "pp": self.mesh.sizes["pp"] - 1}
-        self.decider = self.world.ranks.index(rank_of(last, self.mesh.sizes))
+        _check_config(self.config, model, draft)
+        self.model, self.tokenizer, self.draft = model, tokenizer, draft
+        self.runner = Runner(model)
+        self.scheduler: Scheduler | None = None
+        self.guesser: Guesser | None = None
+        self.accepted, self.guessed = 0, 0
 
-    @torch.no_grad()
+    # ---- requests that come and go ---------------------------------------------------------------------------------
+
+    @contextmanager
+    def opened(self, cache_tokens: int) -> Iterator[None]:
+        """Inside, requests can be added and steps made, with an empty cache of this many tokens (whole pages)."""
+        count = -(-cache_tokens // self.config.page)
+        pages = Pages(count, self.config.page, self.config.reuse)
+        with ExitStack() as stack:
+            stack.enter_context(self.runner.opened(count, self.config.page))
+            if self.config.speculate == "draft" and self.draft is not None:
+                draft = Runner(self.draft)
+                stack.enter_context(draft.opened(count, self.config.page))
+                self.guesser = FromDraft(draft, self._decide_guesses, self.runner.stretch_begins)
+            elif self.config.speculate == "ngram":
+                self.guesser = FromText(self.runner.stretch_begins)
+            self.scheduler = Scheduler(pages, self.config, self.runner.stretch_begins)
+            try:
+                yield
+            finally:
+                self.scheduler = self.guesser = None
+
+    @property
+    def at_work(self) -> Scheduler:
+        """The scheduler of an engine that is open."""
+        if self.scheduler is None:
+            raise RuntimeError("requests are taken inside Engine.opened")
+        return self.scheduler
+
+    @property
+    def idle(self) -> bool:
+        """Whether every row has ended."""
+        return self.at_work.idle
+
+    def check(self, prompt: Sequence[int], wish: Wish) -> None:
+        """Refuses a request that can never be served."""
+        check_request(self.model.config, [list(prompt)], wish)
+        pages = self.at_work.pages
+        if pages.needed(len(prompt) + wish.ending.max_new_tokens) > pages.count:
+            room = pages.count * pages.size - len(prompt)
+            raise refuse(
+                f"--max-new-tokens {wish.ending.max_new_tokens} after a prompt of {len(prompt)} tokens",
+                f"the cache holds {pages.count * pages.size} tokens",
+                f"--max-new-tokens {room}" if room > 0 else "a shorter prompt, or a larger --cache-tokens",
+            )
+
+    def add(self, prompt: Sequence[int], wish: Wish, request: int = 0, watch_text: bool = False) -> list[Row]:
+        """The rows of a request: `wish.samples` of them, each growing by `step` until it has a `reason`."""
+        tokens = list(prompt) or self._beginning(request)
+        self.check(tokens, wish)
+        rows: list[Row] = []
+        for sample in range(wish.samples):
+            row = Row(list(tokens), len(tokens), wish, request, sample, leader=rows[0] if rows else None)
+            if wish.ending.stop or watch_text:
+                row.text = Text(self._need_tokenizer("stop texts"), tokens, wish.ending.stop)
+            rows.append(row)
+        self.at_work.add(rows)
+        return rows
+
+    def cancel(self, row: Row) -> None:
+        """End a row now; its pages are free for others."""
+        self.at_work.drop(row, "cancelled")
+
+    def step(self) -> list[Row]:
+        """One pass; the rows that got a token or ended."""
+        scheduler = self.at_work
+        scheduler.restart_stretched()
+        scheduler.admit()
+        if self.guesser is not None:
+            self.guesser.guess([r for r in scheduler.running if r.ready], self.config.lookahead)
+        work = scheduler.plan()
+        spans = [self._span(w) for w in work]
+        logits = self.runner.run(spans, [w.wanted for w in work])
+        grown = [w for w in work if w.wanted]
+        draws = [d for w in grown for d in _draws(w)]
+        told = self._told(logits, draws, [w.row.wish for w in grown for _ in range(w.wanted)])
+        for w in work:
+            if not w.wanted:
+                self._hold(w.row, w.row.held + w.count)
+        at = 0
+        for w in grown:
+            self._grow(w, told[at : at + w.wanted])
+            at += w.wanted
+        for w in grown:
+            if w.row.reason:
+                scheduler.leave(w.row)
+        return [w.row for w in grown]
+
+    def _span(self, work: Work) -> Span:
+        row = work.row
+        tokens = row.tokens + row.guesses if row.guesses else row.tokens
+        return Span(tokens, row.table, row.held, work.count, bool(row.salt))
+
+    def _hold(self, row: Row, held: int) -> None:
+        """The first `held` tokens are in the cache now."""
+        self.at_work.pages.publish(row.tokens, row.table, row.held, held, row.salt)
+        row.held = held
+
+    def _grow(self, work: Work, told: list[_Told]) -> None:
+        """Append what was chosen, as far as the guesses before it were right."""
+        row, guesses = work.row, work.row.guesses
+        right = accepted(guesses, [t.token for t in told])
+        self.guessed += len(guesses)
+        self.accepted += right
+        held = len(row.tokens) + right
+        for one in told[: right + 1]:
+            row.emit(one.token, one.logprob, one.tops)
+            if row.reason:
+                break
+        row.guesses = []
+        self._hold(row, min(held, len(row.tokens)))
+
+    # ---- choosing --------------------------------------------------------------------------------------------------
+
+    def _told(self, logits: Tensor | None, draws: list[Draw], wishes: list[Wish]) -> list[_Told]:
+        """What was chosen for each row of logits, known on every rank."""
+        if not draws:
+            return []
+        logprobs, tops = any(w.logprobs for w in wishes), max(w.tops for w in wishes)
+        columns = 1 + logprobs + 2 * tops
+        told = torch.empty(len(draws), columns, dtype=torch.float64, device=self.model.device)
+        if logits is not None and self.runner.decides:
+            tokens = choose(logits, draws)
+            told[:, 0] = tokens
+            if logprobs:
+                told[:, 1] = own_logprobs(logits, tokens)
+            if tops:
+                told[:, 2 : 2 + tops], told[:, 2 + tops :] = likeliest(logits, tops)
+        rows = self.runner.tell(told).tolist()
+        return [_read_told(row, wish, tops) for row, wish in zip(rows, wishes, strict=True)]
+
+    def _decide_guesses(self, logits: Tensor | None, rows: list[tuple[Row, list[int]]]) -> list[int]:
+        """Tokens that the draft model chooses, by the draws of the model itself."""
+        told = torch.empty(len(rows), dtype=torch.long, device=self.model.device)
+        if logits is not None and self.runner.decides:
+            told[:] = choose(logits, [_draw(row, history) for row, history in rows])
+        return self.runner.tell(told).tolist()
+
+    # ---- whole batches ---------------------------------------------------------------------------------------------
+
     def generate(
         self,
         prompts: Sequence[Sequence[int]],
@@ -73,98 +226,32 @@ class Engine:
         `stop_ids` None: the tokenizer's end of document; (): never. An empty prompt begins at the end of a document.
         Row i draws as request `first_request` + i, whatever else is in the batch. Refuses rows longer than the model.
         """
-        sampling = Sampling(temperature, top_k, top_p, seed)
-        rows = [list(prompt) or self._beginning(i) for i, prompt in enumerate(prompts)]
-        check_request(self.model.config, rows, max_new_tokens, sampling)
-        if not rows:
-            return Generated()
         stops = frozenset(self._ends() if stop_ids is None else stop_ids)
-        self.model.wait_weights()
-        # one rotation serves a whole batch: rows that change theirs at different times go one by one
-        alone = len(set(map(len, rows))) > 1 and self._long_rotation(max(map(len, rows)) + max_new_tokens)
-        result = Generated()
-        for start, part in enumerate([[row] for row in rows]) if alone else [(0, rows)]:
-            result = result.joined(self._batch(part, stops, max_new_tokens, sampling, first_request + start))
-        return result
+        wish = Wish(Sampling(temperature, top_k, top_p, seed), Ending(max_new_tokens, stops))
+        rows = [row for answers in self.answer(prompts, wish, first_request) for row in answers]
+        return Generated([r.new for r in rows], [r.logprobs for r in rows], [r.reason for r in rows])
 
-    def _batch(
-        self, rows: list[list[int]], stops: frozenset[int], max_new_tokens: int, sampling: Sampling, first_request: int
-    ) -> Generated:
-        """Rows that grow together."""
-        found = _Rows(rows, stops, max_new_tokens)
-        with cached(self.stage.module, len(rows), found.longest + max_new_tokens) as cache:
-            while not found.done:
-                cache.begin_anew_if(self._long_rotation(found.longest))
-                logits_BV = self._forward(found, cache)
-                places = [(first_request + i, len(row)) for i, row in enumerate(found.rows)]
-                found.append(*self._decide(logits_BV, sampling, places))
-        return found.result()
+    def answer(self, prompts: Sequence[Sequence[int]], wish: Wish, first_request: int = 0) -> list[list[Row]]:
+        """Per prompt its `wish.n` best answers, the likeliest first where several were generated.
 
-    def _long_rotation(self, length: int) -> bool:
-        """Whether a sequence of this length is rotated by other frequencies than a short one."""
-        cfg = self.model.config
-        if getattr(cfg, "rope_scaling", "none") != "longrope":
-            return False
-        return length > (cfg.rope_original_positions or cfg.max_position_embeddings)
+        Begins with an empty cache that is given back at the end. Logits that are not finite are refused.
+        """
+        given = [list(prompt) or self._beginning(i) for i, prompt in enumerate(prompts)]
+        check_request(self.model.config, given, wish)
+        if not given:
+            return []
+        with self.opened(self._enough(given, wish)):
+            answers = [self.add(prompt, wish, first_request + i) for i, prompt in enumerate(given)]
+            while not self.idle:
+                self.step()
+                _refuse_errors(answers)
+        return [best(rows, wish.n) for rows in answers]
 
-    # ---- one pass --------------------------------------------------------------------------------------------------
-
-    def _forward(self, found: _Rows, cache: Cache) -> Tensor | None:
-        """Logits [B, V] for each row's next token, on the ranks of the last stage."""
-        batch, last_B = _first_pass(found.rows) if cache.empty else _next_pass(found)
-        batch, last_B = batch.to(self.model.device), last_B.to(self.model.device)
-        cache.begin(batch.positions, found.longest)
-        module: Any = self.stage.module
-        x_BSD = module.hidden(batch, self._receive(batch))
-        cache.end()
-        if not module.is_last:
-            self._send(x_BSD)
-            return None
-        ends_B1D = x_BSD[torch.arange(len(last_B), device=x_BSD.device), last_B][:, None]
-        return self._whole_vocabulary(module.head.logits(module.norm(ends_B1D))[:, 0])
-
-    def _receive(self, batch: Batch) -> dict[str, Tensor]:
-        """What the stage before sends; nothing on the first stage."""
-        group = self.mesh.group("pp")
-        if group.index == 0:
-            return {}
-        boundary = {}
-        for name, (shape, dtype) in sorted(self.stage.boundary_shapes(batch.shape).items()):
-            space = torch.empty(shape, dtype=dtype, device=self.model.device)
-            (pending,) = comm.exchange([], [(space, group.ranks[group.index - 1])], group)
-            boundary[name] = pending.wait()
-        return boundary
-
-    def _send(self, x_BSD: Tensor) -> None:
-        group = self.mesh.group("pp")
-        (pending,) = comm.exchange([(x_BSD.contiguous(), group.ranks[group.index + 1])], [], group)
-        pending.wait()
-
-    def _whole_vocabulary(self, local: Tensor) -> Tensor:
-        """[B, V]: every rank's columns, without the padding; every rank holds equally many, real or padding."""
-        head: Any = self.stage.module.head
-        held = head.weight.shape[0]
-        if local.shape[-1] < held:
-            local = torch.nn.functional.pad(local, (0, held - local.shape[-1]))
-        full = comm.all_gather(local, self.mesh.group("tp"), 1)
-        return full[:, : self.model.config.vocab_size]
-
-    def _decide(
-        self, logits_BV: Tensor | None, sampling: Sampling, places: list[tuple[int, int]]
-    ) -> tuple[list[int], list[float]]:
-        """The next token of each row and its log-probability, decided once and told to all ranks."""
-        told = torch.empty(2, len(places), dtype=torch.float64, device=self.model.device)
-        if logits_BV is not None and self.world.index == self.decider:
-            told[0], told[1] = choose(logits_BV, sampling, places)
-        tokens, logprobs = comm.broadcast(told, self.world, self.decider).tolist()
-        if NOT_A_TOKEN in tokens:
-            raise refuse(
-                f"generate token {places[tokens.index(NOT_A_TOKEN)][1]} of prompt {tokens.index(NOT_A_TOKEN)}",
-                "the model gives logits that are not finite numbers",
-                "--dtype float32 if this was a narrower type; else load an earlier step, this one may have diverged",
-                exit_code=1,
-            )
-        return [int(t) for t in tokens], logprobs
+    def _enough(self, prompts: Sequence[Sequence[int]], wish: Wish) -> int:
+        """Tokens of cache with which as many rows as may be at work find room."""
+        page = self.config.page
+        sizes = [-(-(len(p) + wish.ending.max_new_tokens) // page) * page for p in prompts for _ in range(wish.samples)]
+        return sum(sorted(sizes)[-self.config.rows :])
 
     # ---- ends of documents -----------------------------------------------------------------------------------------
 
@@ -182,60 +269,72 @@ class Engine:
             )
         return [self.tokenizer.eod]
 
-
-class _Rows:
-    """The sequences as they grow. A row that has ended is carried along unchanged."""
-
-    def __init__(self, prompts: list[list[int]], stops: frozenset[int], max_new_tokens: int) -> None:
-        self.rows = [list(p) for p in prompts]
-        self.lengths = [len(p) for p in prompts]
-        self.stops, self.max_new_tokens = stops, max_new_tokens
-        self.logprobs: list[list[float]] = [[] for _ in prompts]
-        self.reasons = [""] * len(prompts)
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest row."""
-        return max(map(len, self.rows))
-
-    @property
-    def done(self) -> bool:
-        """Whether every row has ended."""
-        return all(self.reasons)
-
-    def append(self, tokens: list[int], logprobs: list[float]) -> None:
-        """One more token for every row that has not ended."""
-        for i, row in enumerate(self.rows):
-            if self.reasons[i]:
-                continue
-            row.append(tokens[i])
-            self.logprobs[i].append(logprobs[i])
-            if tokens[i] in self.stops:
-                self.reasons[i] = "stop"
-            elif len(self.logprobs[i]) == self.max_new_tokens:
-                self.reasons[i] = "length"
-
-    def result(self) -> Generated:
-        """The new tokens."""
-        new = [row[n:] for row, n in zip(self.rows, self.lengths, strict=True)]
-        return Generated(new, self.logprobs, self.reasons)
+    def _need_tokenizer(self, what: str) -> Tokenizer:
+        if self.tokenizer is None:
+            raise refuse(f"{what} without a tokenizer", "it turns tokens into text", "Engine(model, tokenizer)")
+        return self.tokenizer
 
 
-def _first_pass(rows: list[list[int]]) -> tuple[Batch, Tensor]:
-    """All tokens, padded on the right with token 0, and where each row's last one is."""
-    longest = max(map(len, rows))
-    tokens = torch.tensor([row + [0] * (longest - len(row)) for row in rows])
-    positions = torch.arange(longest).expand(len(rows), -1)
-    return _batch(tokens, positions), torch.tensor([len(row) - 1 for row in rows])
+@dataclass(frozen=True)
+class _Told:
+    """What was chosen at one place."""
+
+    token: int
+    logprob: float | None
+    tops: list[tuple[int, float]]
 
 
-def _next_pass(found: _Rows) -> tuple[Batch, Tensor]:
-    """Each row's last token at its own position."""
-    tokens = torch.tensor([row[-1:] for row in found.rows])
-    positions = torch.tensor([[len(row) - 1] for row in found.rows])
-    return _batch(tokens, positions), torch.zeros(len(found.rows), dtype=torch.long)
+def _read_told(values: list[float], wish: Wish, tops: int) -> _Told:
+    logprob = values[1] if wish.logprobs else None
+    pairs = zip(values[2 : 2 + wish.tops], values[2 + tops : 2 + tops + wish.tops], strict=True)
+    return _Told(int(values[0]), logprob, [(int(i), p) for i, p in pairs])
 
 
-def _batch(tokens_BS: Tensor, positions_BS: Tensor) -> Batch:
-    ids = torch.arange(tokens_BS.shape[0])
-    return Batch(tokens_BS, tokens_BS, torch.zeros(tokens_BS.shape), positions_BS, ids)
+def _draw(row: Row, history: Sequence[int]) -> Draw:
+    return Draw(row.wish.sampling, row.request, history, row.prompt, row.sample)
+
+
+def _draws(work: Work) -> list[Draw]:
+    row = work.row
+    if not row.guesses:
+        return [_draw(row, row.tokens)]
+    return [_draw(row, row.tokens + row.guesses[:i]) for i in range(work.wanted)]
+
+
+def best(rows: list[Row], count: int) -> list[Row]:
+    """The `count` answers with the highest mean log-probability, the likeliest first; all of them in the order in which
+    they were drawn when there are no more."""
+    if len(rows) == count:
+        return rows
+    return sorted(rows, key=lambda r: -sum(r.logprobs) / max(1, len(r.logprobs)))[:count]
+
+
+def _refuse_errors(answers: Sequence[Sequence[Row]]) -> None:
+    for i, rows in enumerate(answers):
+        for row in rows:
+            if row.reason == "error":
+                raise refuse(
+                    f"generate token {len(row.tokens)} of prompt {i}",
+                    "the model gives logits that are not finite numbers",
+                    "--dtype float32 if this was a narrower type; else load an earlier step, this one may have "
+                    "diverged",
+                    exit_code=1,
+                )
+
+
+def _check_config(config: EngineConfig, model: ParallelModel, draft: ParallelModel | None) -> None:
+    problems = config.problems()
+    if config.speculate == "draft" and draft is None:
+        asked = "--speculate draft without a draft model"
+        problems.append(Problem(asked, "it guesses the tokens", "--draft DIR with a smaller model"))
+    if draft is not None:
+        check_model(draft)
+        if draft.config.vocab_size != model.config.vocab_size:
+            asked = f"a draft model with {draft.config.vocab_size} tokens"
+            case = f"the model has {model.config.vocab_size}, and both must mean the same tokens"
+            problems.append(Problem(asked, case, "--draft with a model of the same tokenizer"))
+    if problems:
+        raise Refused(problems)
+
+
+__all__ = ["NOT_A_TOKEN", "Engine", "Generated", "best"]

@@ -20,9 +20,9 @@ from isotron.core.checkpoint.weights import load_weights
 from isotron.core.errors import refuse
 from isotron.core.mesh import AXES, Group, Mesh
 from isotron.core.parallel.model import ParallelModel
-from isotron.hub.folder import end_tokens, is_folder
+from isotron.hub.folder import end_tokens
+from isotron.hub.foreign import foreign_source, is_foreign
 from isotron.hub.opened import ORIGIN
-from isotron.hub.reader import HFSource
 from isotron.inference.config import inference_layout
 from isotron.inference.engine import Engine, Generated
 from isotron.launch import World, from_environment, init_distributed, shutdown
@@ -55,7 +55,7 @@ def main(config: RunConfig, options: Mapping[str, Any]) -> int:
         mesh = Mesh(world.rank, tp=config.layout.tp, pp=config.layout.pp)
         step = find_step(config.checkpoint.load, mesh.group(*AXES))
         engine = open_engine(config, step, mesh, device)
-        origin = step if is_folder(step) else step / ORIGIN
+        origin = step if is_foreign(step) else step / ORIGIN
         results = continue_texts(engine, {**options, "stop_ids": end_tokens(origin), "origin": origin.is_dir()})
         if world.rank == 0:
             print(as_json(step, results) if options["json"] else as_text(results), flush=True)
@@ -65,8 +65,8 @@ def main(config: RunConfig, options: Mapping[str, Any]) -> int:
 
 
 def find_step(path: str, world: Group) -> Path:
-    """The step or Hugging Face directory to load, as rank 0 sees it."""
-    step = (Path(path) if is_folder(path) else find(path)) if world.index == 0 else None
+    """The step or foreign checkpoint to load, as rank 0 sees it."""
+    step = (Path(path) if is_foreign(path) else find(path)) if world.index == 0 else None
     chosen = comm.broadcast_json(None if step is None else str(step), world)
     if chosen is None:
         raise refuse(f"--load {path}", "there is no complete checkpoint", "--load with the directory of a run")
@@ -74,13 +74,13 @@ def find_step(path: str, world: Group) -> Path:
 
 
 def open_engine(config: RunConfig, step: Path, mesh: Mesh, device: Any) -> Engine:
-    """The model of a step or Hugging Face directory with its weights, in the layout of `config`, and its tokenizer."""
-    foreign = is_folder(step)
+    """The model of a step or foreign checkpoint with its weights, in the layout of `config`, and its tokenizer."""
+    foreign = is_foreign(step)
     tokenizer = foreign_tokenizer(config) if foreign else find_tokenizer(config, step, read_manifest(step))
     config = with_sizes(config, tokenizer)
     dtype = devices.dtype_of(config.train.dtype)
     model = ParallelModel(config.model, config.layout, mesh, dtype, device, config.train.seed)
-    source = HFSource(step, check_head=mesh.rank == 0) if foreign else Source(step)
+    source = foreign_source(step, check_head=mesh.rank == 0) if foreign else Source(step)
     load_weights(model, source)
     source.close()
     return Engine(model, tokenizer)

@@ -13,8 +13,9 @@ from isotron.core.errors import Refused
 from isotron.core.nn.attention import Causal
 from isotron.core.parallel.plan import Layout
 from isotron.inference.checks import check_model
-from isotron.inference.config import inference_layout
+from isotron.inference.config import EngineConfig, inference_layout
 from isotron.inference.engine import Engine
+from isotron.inference.runner import Runner
 from isotron.tokenizers.null import NullTokenizer
 from tests.generation import MODELS, PROMPTS, broken, full_logits, make_engine, make_model
 
@@ -22,23 +23,20 @@ from tests.generation import MODELS, PROMPTS, broken, full_logits, make_engine, 
 @pytest.mark.parametrize("dtype, tolerance", [("float64", 1e-10), ("float32", 1e-5)])
 @pytest.mark.parametrize("name", MODELS)
 def test_cache_equals_full_recompute(name, dtype, tolerance, monkeypatch):
-    engine = make_engine(name, dtype)
-    seen, forward = [], Engine._forward
+    engine = make_engine(name, dtype, config=EngineConfig(page=4, chunk=5))
+    seen, run = [], Runner.run
 
-    def record(self, found, cache):
-        logits = forward(self, found, cache)
-        seen.append((logits, [list(row) for row in found.rows], [not r for r in found.reasons]))
+    def record(self, spans, wanted):
+        logits = run(self, spans, wanted)
+        seen.extend(zip(logits, [list(s.tokens) for s, n in zip(spans, wanted, strict=True) if n], strict=True))
         return logits
 
-    monkeypatch.setattr(Engine, "_forward", record)
-    engine.generate(PROMPTS, 14)
-    assert len(seen) == 14
-    for logits, rows, going in seen:
-        for i, row in enumerate(rows):
-            if going[i]:
-                full = full_logits(engine.model, row)
-                assert (logits[i] - full).abs().max() <= tolerance * full.abs().max()
-                assert int(logits[i].argmax()) == int(full.argmax())
+    monkeypatch.setattr(Runner, "run", record)
+    out = engine.generate(PROMPTS, 14)
+    assert len(seen) == sum(map(len, out.tokens)) > 20
+    for logits, row in seen:
+        full = full_logits(engine.model, row)
+        assert (logits - full).abs().max() <= tolerance * full.abs().max()
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -76,20 +74,18 @@ def test_neighbours_and_earlier_requests_leave_no_trace():
     assert with_others.tokens[0] == first.tokens[0]
 
 
-def test_stops_per_row_and_ends_early(monkeypatch):
+def test_stops_per_row_and_ends_early():
     engine = make_engine("gpt")
     free = engine.generate(PROMPTS, 12, stop_ids=())
     assert free.reasons == ["length"] * 4 and [len(t) for t in free.tokens] == [12] * 4
     stop = free.tokens[0][3]
-    passes, forward = [], Engine._forward
-    monkeypatch.setattr(Engine, "_forward", lambda self, *a: passes.append(1) or forward(self, *a))
     out = engine.generate(PROMPTS, 12, stop_ids=(stop,))
     for cut, whole, reason in zip(out.tokens, free.tokens, out.reasons, strict=True):
         n = whole.index(stop) + 1 if stop in whole else 12
         assert cut == whole[:n] and reason == ("stop" if stop in whole else "length")
-    passes.clear()
+    before = engine.runner.passes
     engine.generate([PROMPTS[0]], 12, stop_ids=(stop,))
-    assert len(passes) == len(out.tokens[0]) <= 4
+    assert engine.runner.passes - before == len(out.tokens[0]) <= 4
 
 
 def test_the_tokenizer_says_where_a_document_ends():

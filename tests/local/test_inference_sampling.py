@@ -10,7 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isotron.inference.config import Sampling
-from isotron.inference.sampling import choose, draw, first_of_largest, probabilities, uniform
+from isotron.inference.sampling import Draw, choose, draw, own_logprobs, uniform
+from isotron.inference.sampling import probabilities as rows_probabilities
+
+
+def probabilities(logits, sampling):
+    return rows_probabilities(logits.double(), [sampling] * len(logits))
 
 
 def reference(logits: list[float], temperature: float, top_k: int, top_p: float) -> list[float]:
@@ -58,7 +63,7 @@ def test_cuts_by_hand():
 def test_equals_are_cut_by_id():
     logits = torch.zeros(1, 8)
     assert probabilities(logits, Sampling(1.0, 3))[0].tolist() == pytest.approx([1 / 3] * 3 + [0] * 5)
-    assert int(first_of_largest(torch.tensor([[1.0, 3.0, 3.0, 2.0]]))) == 1
+    assert int(choose(torch.tensor([[1.0, 3.0, 3.0, 2.0]]), [Draw(Sampling(), 0, [], 0)])) == 1
 
 
 def test_draw_takes_the_share_in_which_the_number_falls():
@@ -79,7 +84,7 @@ def test_frequencies_follow_the_probabilities():
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(1, 12, generator=generator).expand(20000, -1)
     sampling = Sampling(0.8, 10, 0.95, seed=5)
-    tokens, _ = choose(logits, sampling, [(i, 0) for i in range(20000)])
+    tokens = choose(logits, [Draw(sampling, i, [], 0) for i in range(20000)])
     counts = torch.bincount(tokens, minlength=12).double()
     p = probabilities(logits[:1], sampling)[0]
     assert (counts[p == 0] == 0).all() and (p == 0).sum() >= 2
@@ -91,16 +96,19 @@ def test_frequencies_follow_the_probabilities():
 def test_log_probabilities_are_the_models_own():
     logits = torch.tensor([[0.0, 1.0, 2.0], [5.0, 0.0, 0.0]])
     for sampling in (Sampling(), Sampling(0.1, 1)):
-        tokens, logprobs = choose(logits, sampling, [(0, 0), (1, 0)])
+        tokens = choose(logits, [Draw(sampling, i, [], 0) for i in range(2)])
+        logprobs = own_logprobs(logits, tokens)
         assert tokens.tolist() == [2, 0]
-        assert logprobs.tolist() == pytest.approx(torch.log_softmax(logits.double(), -1)[[0, 1], [2, 0]].tolist())
+        assert logprobs.tolist() == pytest.approx(
+            torch.log_softmax(logits.double(), -1)[[0, 1], [2, 0]].tolist(), abs=1e-6
+        )
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_rows_that_are_no_numbers_give_no_token(bad, temperature):
     logits = torch.tensor([[0.0, bad], [0.0, 9.0]])
-    tokens, _ = choose(logits, Sampling(temperature, seed=3), [(0, 0), (1, 0)])
+    tokens = choose(logits, [Draw(Sampling(temperature, seed=3), i, [], 0) for i in range(2)])
     assert tokens.tolist()[0] == -1 and tokens.tolist()[1] in (0, 1)
 
 

@@ -1,0 +1,195 @@
+"""One pass through a model in a layout: spans of sequences in, logits out.
+
+Legend: T tokens of the pass (rows of one token), D hidden, V vocabulary, O tokens whose logits are asked for.
+
+Pipeline stages run in turn; every rank is given the same spans. Angles of rotary positions come from a table, made by
+the model's own function, so that a token is turned by its own sequence's frequencies whatever else is in the pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isotron.core import comm
+from isotron.core.batch import Batch
+from isotron.core.mesh import AXES, rank_of
+from isotron.core.nn.context import Context
+from isotron.core.parallel.model import ParallelModel
+from isotron.inference.cache import Cache, cached
+from isotron.inference.plan import Pass, Span
+
+
+class Runner:
+    """Passes of one model. Every rank makes the same calls."""
+
+    def __init__(self, model: ParallelModel) -> None:
+        self.model, self.mesh = model, model.mesh
+        (self.stage,) = model.stages.values()
+        self.module: Any = self.stage.module
+        self.world = self.mesh.group(*AXES)
+        last = {"tp": 0, "cp": 0, "dp": 0, "pp": self.mesh.sizes["pp"] - 1}
+        self.decider = self.world.ranks.index(rank_of(last, self.mesh.sizes))
+        self.decides = self.world.index == self.decider
+        self.cache: Cache | None = None
+        self.passes = 0
+
+    @property
+    def stretch_begins(self) -> int:
+        """Sequences longer than this are rotated by other frequencies; 0: none is."""
+        cfg = self.model.config
+        if getattr(cfg, "rope_scaling", "none") != "longrope":
+            return 0
+        return int(cfg.rope_original_positions or cfg.max_position_embeddings)
+
+    @contextmanager
+    def opened(self, pages: int, page: int) -> Iterator[None]:
+        """Inside, passes can be run, on a new and empty cache of `pages` x `page` tokens."""
+        self.model.wait_weights()
+        self.cache = Cache(pages, page)
+        context, turns = self.module._context, _Turns(self)
+        self.module._context = turns
+        try:
+            with cached(self.module, self.cache):
+                self.turns = turns
+                yield
+        finally:
+            self.module._context = context
+            self.cache = None
+
+    @torch.inference_mode()
+    def run(self, spans: Sequence[Span], wanted: Sequence[int]) -> Tensor | None:
+        """Logits [O, V] on the ranks of the last stage: of the last `wanted[i]` tokens of span i (0: of none)."""
+        if self.cache is None:
+            raise RuntimeError("passes are run inside Runner.opened")
+        now = Pass(list(spans), self.cache.page, self.model.device, self.model.dtype)
+        self.passes += 1
+        batch = _batch(now)
+        self.cache.now = now
+        self.turns.take(now, batch)
+        x_T1D = self.module.hidden(batch, self._receive(batch))
+        self.cache.now = None
+        if not self.module.is_last:
+            self._send(x_T1D)
+            return None
+        asked = {id(s): n for s, n in zip(spans, wanted, strict=True)}
+        x_O1D = x_T1D[_asked_tokens(now, asked)]
+        logits = self.module.head.logits(self.module.norm(x_O1D))[:, 0]
+        return _in_given_order(self._whole_vocabulary(logits), spans, now, asked)
+
+    def tell(self, values: Tensor) -> Tensor:
+        """The decider's tensor on every rank, in place."""
+        return comm.broadcast(values, self.world, self.decider)
+
+    def _receive(self, batch: Batch) -> dict[str, Tensor]:
+        """What the stage before sends; nothing on the first stage."""
+        group = self.mesh.group("pp")
+        if group.index == 0:
+            return {}
+        boundary = {}
+        for name, (shape, dtype) in sorted(self.stage.boundary_shapes(batch.shape).items()):
+            space = torch.empty(shape, dtype=dtype, device=self.model.device)
+            (pending,) = comm.exchange([], [(space, group.ranks[group.index - 1])], group)
+            boundary[name] = pending.wait()
+        return boundary
+
+    def _send(self, x_T1D: Tensor) -> None:
+        group = self.mesh.group("pp")
+        (pending,) = comm.exchange([(x_T1D.contiguous(), group.ranks[group.index + 1])], [], group)
+        pending.wait()
+
+    def _whole_vocabulary(self, local: Tensor) -> Tensor:
+        """[O, V]: every rank's columns, without the padding; every rank holds equally many, real or padding."""
+        held = self.module.head.weight.shape[0]
+        if self.mesh.sizes["tp"] > 1 and local.shape[-1] < held:
+            local = torch.nn.functional.pad(local, (0, held - local.shape[-1]))
+        full = comm.all_gather(local, self.mesh.group("tp"), 1)
+        return full[:, : self.model.config.vocab_size]
+
+
+def _batch(now: Pass) -> Batch:
+    tokens_T1 = now.tokens_T[:, None]
+    return Batch(tokens_T1, tokens_T1, tokens_T1, now.positions_T[:, None], now.tokens_T)
+
+
+def _asked_tokens(now: Pass, asked: dict[int, int]) -> Tensor:
+    index: list[int] = []
+    first = 0
+    for s in now.spans:
+        index += range(first + s.count - asked[id(s)], first + s.count)
+        first += s.count
+    return torch.tensor(index, dtype=torch.long, device=now.device)
+
+
+def _in_given_order(logits_OV: Tensor, spans: Sequence[Span], now: Pass, asked: dict[int, int]) -> Tensor:
+    """Rows in the order of the caller's spans; a pass has its short ones first."""
+    if all(a is b for a, b in zip(spans, now.spans, strict=True)):
+        return logits_OV
+    where, first = {}, 0
+    for s in now.spans:
+        where[id(s)] = range(first, first + asked[id(s)])
+        first += asked[id(s)]
+    return logits_OV[[i for s in spans for i in where[id(s)]]]
+
+
+class _Turns:
+    """Stands for the decoder's own context: the same, with angles from a table."""
+
+    def __init__(self, runner: Runner) -> None:
+        self.make = runner.module._context
+        self.model, self.begins = runner.model, runner.stretch_begins
+        self.length = 0
+        self.tables: tuple[Tensor, Tensor] | None = None
+        self.now: Context | None = None
+
+    def take(self, now: Pass, batch: Batch) -> None:
+        """The context of the pass to come."""
+        longest = max(s.end for s in now.spans)
+        if longest > self.length:
+            self._grow(longest)
+        if self.tables is None:
+            self.now = replace(self.make(batch, self.model.dtype), batch=batch)
+            return
+        at_T = now.positions_T
+        if self.begins and any(s.long for s in now.spans):
+            late = [s.long for s in now.spans for _ in range(s.count)]
+            at_T = at_T + torch.tensor(late, device=at_T.device) * self.length
+        cos, sin = (table.index_select(0, at_T) for table in self.tables)
+        self.now = Context(batch, (cos, sin))
+
+    def _grow(self, longest: int) -> None:
+        limit = self.model.config.max_position_embeddings or longest
+        self.length = max(longest, min(limit, max(512, 2 * self.length)))
+        ends = [self.length]
+        if self.begins:  # the model's function takes the long frequencies as soon as one position is beyond the first
+            ends = [min(self.begins, self.length), max(self.begins + 1, self.length)]
+        ropes = [self._angles(end) for end in ends]
+        if ropes[0] is None:
+            return
+        parts = [[_fitted(t, self.length) for t in rope] for rope in ropes if rope is not None]
+        self.tables = torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
+
+    def _angles(self, end: int) -> tuple[Tensor, Tensor] | None:
+        """(cos, sin) of positions 0 .. end - 1, each [end, 1, 1, N/2], of a sequence of that length."""
+        positions = torch.arange(end, device=self.model.device)[None]
+        context = self.make(Batch(positions, positions, positions, positions, positions[0, :1]), self.model.dtype)
+        if context.rope is None:
+            return None
+        return tuple(t[0][:, None] for t in context.rope)  # type: ignore[return-value]
+
+    def __call__(self, batch: Batch, dtype: torch.dtype) -> Context:
+        if self.now is None:
+            raise RuntimeError("no pass has begun")
+        return self.now
+
+
+def _fitted(table: Tensor, length: int) -> Tensor:
+    """Exactly `length` rows; rows beyond what the short frequencies serve are never looked at."""
+    if len(table) >= length:
+        return table[:length]
+    return torch.cat((table, table.new_zeros(length - len(table), *table.shape[1:])))
