@@ -132,9 +132,10 @@ def _one(
     """The layout that was given, and its curve over devices where one is asked for."""
     lay = config.layout
     if flags["gpus"] and not lay.dp:
-        unit = lay.tp * lay.pp
+        unit = lay.tp * lay.pp * lay.cp
         if flags["gpus"] % unit:
-            case = f"tp {lay.tp} x pp {lay.pp} = {unit} devices per replica, which do not divide {flags['gpus']}"
+            cp = f" x cp {lay.cp}" if lay.cp > 1 else ""
+            case = f"tp {lay.tp} x pp {lay.pp}{cp} = {unit} devices per replica, which do not divide {flags['gpus']}"
             raise refuse(
                 f"--gpus {flags['gpus']} --tp {lay.tp} --pp {lay.pp}",
                 case,
@@ -142,9 +143,10 @@ def _one(
             )
         config = changed(config, dp=flags["gpus"] // unit)
     problems = check(config, None, 0, config.model.vocab_size, UNUSED)
-    if flags["gpus"] and lay.dp and lay.tp * lay.pp * lay.dp != flags["gpus"]:
-        case = f"tp {lay.tp} x pp {lay.pp} x dp {lay.dp} = {lay.tp * lay.pp * lay.dp} devices"
-        problems.append(Problem(f"--gpus {flags['gpus']} --dp {lay.dp}", case, f"--gpus {lay.tp * lay.pp * lay.dp}"))
+    if flags["gpus"] and lay.dp and lay.world != flags["gpus"]:
+        cp = f" x cp {lay.cp}" if lay.cp > 1 else ""
+        case = f"tp {lay.tp} x pp {lay.pp}{cp} x dp {lay.dp} = {lay.world} devices"
+        problems.append(Problem(f"--gpus {flags['gpus']} --dp {lay.dp}", case, f"--gpus {lay.world}"))
     if problems:
         raise Refused(problems)
     config = finish(config)

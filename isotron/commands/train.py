@@ -69,5 +69,7 @@ def help_text() -> str:
         "flags override TOML, TOML overrides a checkpoint's config, that a preset; the last occurrence of a flag wins"
     )
     usage = f"isotron train [--config run.toml] [--OPTION VALUE ..]\n\n{order}"
-    closing = "Under torchrun or Slurm the command joins the processes that exist; else it starts tp x pp x dp of them."
+    closing = (
+        "Under torchrun or Slurm the command joins the processes that exist; else it starts tp x pp x cp x dp of them."
+    )
     return run_help(usage, JSON, closing)

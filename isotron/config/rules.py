@@ -95,10 +95,11 @@ _POSITIVE = {
     "rope_theta": 10000.0, "rope_percent": 1.0, "rope_low_freq_factor": 1.0,
     "rope_high_freq_factor": 4.0, "rope_beta_fast": 32.0, "rope_beta_slow": 1.0,
     "init_method_std": 0.02, "adam_eps": 1e-8, "num_experts": 8, "moe_router_topk": 2,
+    "kv_lora_rank": 512, "qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128,
     "moe_router_topk_scaling_factor": 1.0, "muon_ns_steps": 5, "muon_extra_scale_factor": 0.2,
 }  # fmt: skip
 _NOT_NEGATIVE = {
-    "moe_ffn_hidden_size": 0, "moe_router_num_groups": 0, "moe_router_group_topk": 0, "moe_router_group_scores": 0,
+    "q_lora_rank": 0, "moe_ffn_hidden_size": 0, "moe_router_num_groups": 0, "moe_router_group_topk": 0, "moe_router_group_scores": 0,
     "moe_router_bias_update_rate": 0.001, "moe_aux_loss_coeff": 0.01, "moe_z_loss_coeff": 0.001,
     "moe_expert_capacity_factor": 1.25, "moe_shared_expert_intermediate_size": 0,
     "trace": 0, "schedule_memory": 0, "microbatch_group": 0, "recompute_keep": 0,

@@ -1,7 +1,6 @@
 """What is planned: a model, a layout, batches and a dtype. PURE.
 
-`Job` holds what memory and time depend on. `cp` (ranks that share a sequence) and `ep` (ranks that share experts) are
-not built in isotron; published runs use them, and a job that does says so in `unbuilt`.
+`Job` holds what memory and time depend on. What a published run uses and isotron does not have, it says in `unbuilt`.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ class Job:
     micro_batch: int
     global_batch: int
     dtype: str = "bfloat16"
-    cp: int = 1
     ep: int = 1
 
     @staticmethod
@@ -52,6 +50,16 @@ class Job:
         return max(self.layout.dp, 1)
 
     @property
+    def cp(self) -> int:
+        """Context-parallel ranks."""
+        return self.layout.cp
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks over which gradients are summed and the optimizer is sharded: dp x cp."""
+        return self.dp * self.cp
+
+    @property
     def microbatches(self) -> int:
         """Microbatches of a step on one data-parallel rank."""
         return self.global_batch // (self.micro_batch * self.dp)
@@ -74,8 +82,7 @@ class Job:
     @property
     def unbuilt(self) -> tuple[str, ...]:
         """What this job needs that isotron does not have; empty for a job that can be run."""
-        found = [f"context parallelism (cp {self.cp})"] if self.cp > 1 else []
-        found += [f"expert parallelism (ep {self.ep})"] if self.ep > 1 else []
+        found = [f"expert parallelism (ep {self.ep})"] if self.ep > 1 else []
         found += [f"ZeRO {self.layout.zero}"] if self.layout.zero > 1 else []
         reason = getattr(self.config, "unbuilt", "")
         return tuple([*found, reason] if reason else found)

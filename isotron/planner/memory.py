@@ -52,7 +52,7 @@ class Bytes:
 
 def states(job: Job, parts: Sequence[StagePart], dp_rank: int | None = None) -> Bytes:
     """The exact bytes of a rank's state; without `dp_rank` those of the data-parallel rank that has most."""
-    sharded, ways = job.layout.shards_optimizer, job.dp
+    sharded, ways = job.layout.shards_optimizer, job.data_ranks
     held = sum(p.elements for p in parts)
     runs = [sum(p.run(i, sharded) for p in parts) for i in (range(ways) if dp_rank is None else (dp_rank,))]
     stepped = max(runs)

@@ -21,14 +21,20 @@ from isotron.core.parallel.split import model_costs
 
 # the modules of a stage in the order in which they are registered: buckets are cut in that order
 _FIRST, _LAST = ("embed", "positions"), ("norm", "head")
-_BLOCK = (
-    *("attention_norm", "attention.qkv", "attention.out", "attention.q_norm", "attention.k_norm"),
+_ATTENTION = ("attention.qkv", "attention.out", "attention.q_norm", "attention.k_norm")
+_LATENT = (
+    *("attention.q_down", "attention.q_norm", "attention.q_up", "attention.kv_down", "attention.kv_norm"),
+    *("attention.kv_up", "attention.out"),
+)
+_MLP = (
     *("mlp_norm", "mlp.up", "mlp.gate_up", "mlp.down"),
+    *("mlp.router", "mlp.experts.gate_up", "mlp.experts.down", "mlp.shared.gate_up", "mlp.shared.down"),
+    "mlp.shared_gate",
     # of families that can be planned only (shapes.py)
-    *("attention.q_down", "attention.q_up", "attention.kv_down", "attention.kv_up"),
     *("router", "experts.gate_up", "experts.down", "shared.gate_up", "shared.down"),
 )
-_OPTIONAL = ("attention.q_norm", "attention.k_norm")  # not every family has them, and `*norm*` would match
+# not every family has them, and `*norm*` would match
+_OPTIONAL = ("attention.q_norm", "attention.k_norm", "attention.kv_norm")
 
 
 @dataclass(frozen=True)
@@ -72,7 +78,7 @@ def _part(table: Table, number: int, layers: range, layout: Layout, tp_rank: int
     """`both`: the rank also holds the first stage, which then owns what the last one is tied to."""
     first, last = number == 0, number == layout.stages - 1
     tied = dict(table.ties)
-    sizes = {"tp": layout.tp, "pp": layout.pp, "dp": max(layout.dp, 1), "cp": 1}
+    sizes = {"tp": layout.tp, "pp": layout.pp, "dp": max(layout.dp, 1), "cp": layout.cp}
     coordinate = {**dict.fromkeys(sizes, 0), "tp": tp_rank}
     placed = {}
     for name in stage_names(table, layers, first, last):
@@ -85,7 +91,7 @@ def _part(table: Table, number: int, layers: range, layout: Layout, tp_rank: int
     late = lateness(partial_pieces(placed, partial_rule(layout.sequence_parallel)), tie)
     order = sorted(reversed(placed), key=lambda n: late.get(n, 0))
     shapes = {n: placed[n].shard.shape for n in order}
-    spans = cut_buckets(shapes, late, layout.ddp_bucket_size, max(layout.dp, 1))
+    spans = cut_buckets(shapes, late, layout.ddp_bucket_size, max(layout.dp, 1) * layout.cp)
     return StagePart(number, layers, {n: placed[n] for n in order}, tuple(spans))
 
 
@@ -98,7 +104,9 @@ def _tie(tied: Mapping[str, str], placed: Mapping[str, Placed], first: bool, las
 def stage_names(table: Table, layers: range, first: bool, last: bool) -> Iterator[str]:
     """Parameter names of a stage in the order in which its modules are registered."""
     modules = [*(_FIRST if first else ()), *(_LAST if last else ())]
-    modules += [f"layers.{i}.{part}" for i in layers for part in _BLOCK]
+    latent = any(rule.pattern.endswith("attention.kv_up.weight") for rule in table.rules)
+    block = ("attention_norm", *(_LATENT if latent else _ATTENTION), *_MLP)
+    modules += [f"layers.{i}.{part}" for i in layers for part in block]
     for module in modules:
         for leaf in ("weight", "bias"):
             name = f"{module}.{leaf}"

@@ -123,8 +123,8 @@ def _job(row: Row) -> Job | None:
     sp = row["sequence_parallel"] == "yes" or (not row["sequence_parallel"] and tp > 1 and int(row["year"]) >= 2023)
     schedule = "interleaved" if vpp > 1 and pp > 1 else "1f1b"
     layout = Layout(tp, pp, dp, vpp if pp > 1 else 1, sp, -1, schedule, recompute=recompute)
-    layout = replace(layout, zero=zero)
-    return Job(config, layout, _int(row, "seq"), mbs, gbs, "bfloat16", cp, _int(row, "ep", 1))
+    layout = replace(layout, zero=zero, cp=cp)
+    return Job(config, layout, _int(row, "seq"), mbs, gbs, "bfloat16", _int(row, "ep", 1))
 
 
 def _config(row: Row) -> Any:

@@ -95,7 +95,7 @@ def _titan(case: Case) -> dict[str, float]:
         per_token = 2 * c.hidden_size / split + outputs / 2
         kept = per_token * job.tokens * job.element * c.num_layers
     return {
-        "state": held * 16 / (job.dp * job.cp),
+        "state": held * 16 / job.data_ranks,
         "gathered": gathered,
         "activations": kept,
         "working": block_bytes(job, "none") + (4 * whole if split > 1 else 0),

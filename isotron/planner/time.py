@@ -11,6 +11,7 @@ from math import prod
 
 from isotron.core.parallel.pipeline.simulate import Costs, simulate
 from isotron.planner.block_time import Place, Seconds, block_seconds, head_seconds
+from isotron.planner.experts import number_of_experts
 from isotron.planner.job import Job
 from isotron.planner.parameters import stage_layers
 from isotron.planner.work import block_products
@@ -108,7 +109,7 @@ def held_elements(job: Job) -> float:
 
 
 def _copies(job: Job, met: float) -> float:
-    return getattr(job.config, "experts", 1) / job.ep if met != 1.0 else 1.0
+    return number_of_experts(job.config) / job.ep if met != 1.0 else 1.0
 
 
 def data_parallel(job: Job, place: Place) -> float:
@@ -125,7 +126,7 @@ def data_parallel(job: Job, place: Place) -> float:
 
 def optimizer_seconds(job: Job, place: Place) -> float:
     """One pass over the state that a rank steps."""
-    ranks = job.dp if job.layout.zero != 0 else 1
+    ranks = job.data_ranks if job.layout.zero != 0 else 1
     return held_elements(job) / ranks * STEP_BYTES / (place.device.bandwidth * place.fractions.memory)
 
 

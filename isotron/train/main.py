@@ -125,7 +125,8 @@ def background(config: RunConfig, mesh: Mesh, stack: ExitStack) -> BackgroundSav
 
 def _describe(config: RunConfig) -> str:
     layout = config.layout
-    axes = f"tp {layout.tp}, pp {layout.pp}, dp {layout.dp}"
+    cp = f", cp {layout.cp} ({' '.join(layout.cp_comm_type)})" if layout.cp > 1 else ""
+    axes = f"tp {layout.tp}, pp {layout.pp}{cp}, dp {layout.dp}"
     return f"{axes}, {layout.schedule_name}, zero {int(layout.shards_optimizer)}, {config.train.dtype}"
 
 

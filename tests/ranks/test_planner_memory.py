@@ -33,7 +33,7 @@ def job_of(name: str, layout: Layout, dtype: str, **model: Any) -> Job:
 def real(job: Job) -> dict[str, Any]:
     """Bytes that this rank allocates, parameters by name, and elements of the whole model."""
     world = dist.get_world_size() if dist.is_initialized() else 1
-    axes = {"tp": job.layout.tp, "dp": job.dp, "pp": job.layout.pp}
+    axes = {"tp": job.layout.tp, "cp": job.cp, "dp": job.dp, "pp": job.layout.pp}
     mesh = Mesh(dist.get_rank(), **axes) if world > 1 else Mesh()
     model = ParallelModel(job.config, job.layout, mesh, DTYPES[job.dtype], torch.device("cpu"), 1)
     optim = make_optimizer(model, OptimConfig())
@@ -43,7 +43,7 @@ def real(job: Job) -> dict[str, Any]:
         return sum(t.numel() * t.element_size() for t in tensors)
 
     return {
-        "at": (mesh.coordinate["pp"], mesh.coordinate["tp"], mesh.coordinate["dp"]),
+        "at": (mesh.coordinate["pp"], mesh.coordinate["tp"], mesh.group("cp", "dp").index),
         "weights": size([f.weights for f in flats]),
         "gradients": size([f.grads for f in flats]),
         "masters": optim.nbytes("master"),
@@ -83,6 +83,7 @@ def test_one_process_of_every_family(name: str, dtype: str) -> None:
         ("neox-tiny", "bfloat16", {"pp": 2, "vpp": 2, "dp": 2}),
         ("qwen2-tiny", "bfloat16", {"dp": 4}),
         ("phi3-tiny", "float64", {"dp": 3}),
+        ("llama-tiny", "bfloat16", {"cp": 2, "dp": 2}),
     ],
 )
 def test_several_ranks(ranks: Callable[..., list[Any]], name: str, dtype: str, axes: dict[str, Any]) -> None:
