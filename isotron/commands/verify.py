@@ -22,7 +22,7 @@ OWN = {
 }
 # a verification makes its own data and its own few steps, on the CPU
 UNUSED = (
-    *("data_path", "valid_data_path", "mock_data", "split", "train_iters", "vocab_size", "device", "save"),
+    *("data_path", "valid_data_path", "mock_data", "split", "train_iters", "vocab_size", "device", "save", "inject"),
     *("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "lr_warmup_iters", "lr_wsd_decay_iters"),
 )
 

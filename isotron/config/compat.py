@@ -74,6 +74,8 @@ SETS: dict[str, dict[str, Any]] = {
     "--disable-bias-linear": {"@bias": "off"},
     "--use-rotary-position-embeddings": {"@positions": "rope"},
     "--moe-router-pre-softmax": {"moe_norm_topk_prob": False},
+    "--log-straggler": {"straggler_interval": 100},
+    "--check-for-spiky-loss": {"spike_factor": 10.0},
     "--group-query-attention": {"@grouped": True},
     "--use-rope-scaling": {"rope_scaling": "llama3", "rope_original_positions": 8192},
 }
@@ -85,6 +87,11 @@ _BLOCK = Problem(
 CHOICES: dict[str, dict[str, dict[str, Any] | Problem]] = {
     "--recompute-granularity": {"full": {"recompute": "full"}, "selective": {"recompute": "selective"}},
     "--recompute-method": {"uniform": {}, "block": _BLOCK},
+    "--rerun-mode": {
+        "disabled": {"rerun": False},
+        "validate_results": {"rerun": True},
+        "report_stats": Problem("--rerun-mode report_stats", "steps are run again when suspect", "--rerun"),
+    },
     "--normalization": {"LayerNorm": {"@norm": "LayerNorm"}, "RMSNorm": {"@norm": "RMSNorm"}},
     "--position-embedding-type": {
         "learned_absolute": {"@positions": "learned_absolute"},

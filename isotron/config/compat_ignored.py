@@ -112,7 +112,6 @@ IGNORED: dict[str, tuple[int, str]] = {
     "--no-barrier-with-level-1-timing": (0, _TIME),
     "--enable-one-logger": (0, "nothing is sent anywhere unless --wandb-project asks for it"),
     "--no-one-logger": (0, "nothing is sent anywhere unless --wandb-project asks for it"),
-    "--log-straggler": (0, "per-rank step times are not compared in this version"),
     "--log-interval": (1, "progress is shown as time passes"),  # of preprocessing; a training run has it
     "--keep-sequential-samples": (0, "documents are always written in the order of the input"),
     "--lang": (1, "sentences are told by their punctuation, in any language"),

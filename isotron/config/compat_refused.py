@@ -25,7 +25,6 @@ REFUSED: dict[str, tuple[str, str]] = {
     "--step-batch-size-schedule": ("the batch size is constant in this version", "--global-batch-size 128"),
     "--decrease-batch-size-if-needed": ("a batch that does not divide is refused", "--global-batch-size 128"),
     "--exit-interval": (_STEPS, "--train-iters 100 --lr-decay-iters 1000 to stop early on a longer schedule"),
-    "--exit-duration-in-mins": (_STEPS, "--train-iters 100 --lr-decay-iters 1000 and --save-interval 50"),
     "--iterations-to-skip": ("steps cannot be skipped in this version", _OUT),
     "--skip-train": ("a run always trains", _OUT),
     "--full-validation": ("an evaluation has a fixed number of batches", "--eval-iters 100"),

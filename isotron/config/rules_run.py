@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from isotron.config.rules import Facts, Rule, asked
 from isotron.config.schema import RunConfig
 from isotron.core.errors import Problem
@@ -218,6 +220,25 @@ def _keep_every(c: RunConfig, f: Facts) -> Problem:
     return Problem(asked(c, "keep_every", "keep_last"), case, f"--keep-every {c.checkpoint.keep_every} --keep-last 2")
 
 
+_FAULT = re.compile(r"(kill|kill-save|term|hang|slow|nan|glitch|bitflip|diskfull)@[1-9]\d*:\d+", re.ASCII)
+
+
+def _bad_faults(c: RunConfig) -> list[str]:
+    world = c.layout.world
+    return [w for w in c.faults.inject if not _FAULT.fullmatch(w) or int(w.rpartition(":")[2]) >= world]
+
+
+def _faults(c: RunConfig, f: Facts) -> Problem:
+    case = f"a fault is KIND@STEP:RANK, the kinds are {_FAULT.pattern[1:].partition(')')[0].replace('|', ', ')}"
+    case += f", steps count from 1, ranks from 0 to {c.layout.world - 1}"
+    return Problem(f"--inject {' '.join(_bad_faults(c))}", case, "--inject kill@10:0")
+
+
+def _spike(c: RunConfig, f: Facts) -> Problem:
+    case = "a spike is a multiple above 1 of the mean of recent losses"
+    return Problem(asked(c, "spike_factor"), case, "--spike-factor 3.0")
+
+
 def _wandb(c: RunConfig, f: Facts) -> Problem:
     return Problem(asked(c, "wandb_exp_name"), "a run's name needs a project to stand in", "--wandb-project isotron")
 
@@ -273,6 +294,9 @@ RUN_RULES: tuple[Rule, ...] = (
          _finetune_place),
     Rule("kept beside the last", ("keep_every", "keep_last"),
          lambda c, f: c.checkpoint.keep_every > 0 and not c.checkpoint.keep_last, _keep_every),
+    Rule("faults on purpose", ("inject",), lambda c, f: bool(_bad_faults(c)), _faults),
+    Rule("spikes stand out", ("spike_factor",),
+         lambda c, f: c.faults.spike_factor != 0 and not c.faults.spike_factor > 1, _spike),
     Rule("W&B project", ("wandb_project", "wandb_exp_name"),
          lambda c, f: bool(c.log.wandb_exp_name) and not c.log.wandb_project, _wandb),
 )  # fmt: skip

@@ -39,7 +39,7 @@ from isotron.core.optim.schedules import ScheduleConfig
 from isotron.core.parallel.plan import Layout
 from isotron.data.config import DataConfig
 from isotron.tokenizers.config import TokenizerConfig
-from isotron.train.config import LogConfig, TrainConfig
+from isotron.train.config import FaultConfig, LogConfig, TrainConfig
 
 ModelConfig = GPTConfig | LlamaConfig | NeoXConfig  # the other families have LlamaConfig's fields and more
 _CLASSES: tuple[type[ModelConfig], ...] = (
@@ -83,6 +83,7 @@ class RunConfig:
     train: TrainConfig = TrainConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
+    faults: FaultConfig = FaultConfig()
 
 
 SECTIONS: dict[str, Any] = {f.name: f.default for f in fields(RunConfig)}

@@ -21,6 +21,7 @@ addition in float32. NCCL's own collectives are used on GPUs.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -30,6 +31,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from isotron.core.mesh import Group
+
+
+class Meter:
+    """Seconds that this process has spent waiting for others."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+
+WAITED = Meter()
 
 
 class Pending:
@@ -44,8 +55,11 @@ class Pending:
 
     def wait(self) -> Tensor:
         """Block until done; the result."""
-        for work in self._works:
-            work.wait()
+        if self._works:
+            started = time.perf_counter()
+            for work in self._works:
+                work.wait()
+            WAITED.seconds += time.perf_counter() - started
         return self._finish()
 
 

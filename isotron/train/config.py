@@ -34,6 +34,34 @@ class TrainConfig:
 
 
 @dataclass(frozen=True)
+class FaultConfig:
+    """What happens when something goes wrong; nothing of it is taken from a checkpoint."""
+
+    on_nan: str = option(
+        "skip",
+        "a step whose loss or gradient norm is not finite: leave it out (20 in a row end the run), stop, or rewind to "
+        "the last checkpoint and leave out the data since",
+        choices=("skip", "stop", "rewind"),
+    )
+    spike_factor: float = option(
+        0.0, "a loss above this many times the mean of the last 32 steps is a spike, which is not applied; 0 means none"
+    )
+    on_spike: str = option("skip", "the same for a spike", choices=("skip", "stop", "rewind"))
+    rerun: bool = option(
+        False, "take a step with such a loss again in place, to tell a fault of a device from one of model or data"
+    )
+    straggler_interval: int = option(
+        0, "steps between reports of how long each rank worked and which is slowest; 0 means none", unit="steps"
+    )
+    exit_duration_in_mins: float = option(
+        0.0, "save and stop (exit code 143) after this long; 0 means never", unit="minutes"
+    )
+    inject: tuple[str, ...] = option(
+        (), "faults on purpose, KIND@STEP:RANK, kinds kill, kill-save, term, hang, slow, nan, glitch, bitflip, diskfull"
+    )
+
+
+@dataclass(frozen=True)
 class LogConfig:
     """The run directory and what is written there."""
 

@@ -24,12 +24,13 @@ class Console:
         self._stream = stream or sys.stdout
         self._total = 0
         self._since: list[StepRecord] = []
+        self._before = (0, 0)
         self._bar: Any = None
         self._shown: AbstractContextManager[Any] = nullcontext()
 
-    def start(self, step: int, total: int) -> None:
-        """A run of `total` steps goes on after `step`."""
-        self._total = total
+    def start(self, step: int, total: int, counts: tuple[int, int] = (0, 0)) -> None:
+        """A run of `total` steps goes on after `step`, with so many skipped and NaN steps until then."""
+        self._total, self._before = total, counts
         if self._stream.isatty():
             self._bar = _bar(self._stream)
             self._bar.add_task("", total=total or None, completed=step, loss="")
@@ -54,7 +55,8 @@ class Console:
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=record.step, loss=f"loss {record.loss:.4f}")
         if (self._interval > 0 and record.step % self._interval == 0) or record.step == self._total:
-            self.say(step_line(self._since, self._total))
+            self.say(step_line(self._since, self._total, self._before))
+            self._before = counted(self._since, self._before)
             self._since = []
 
     def evaluation(self, step: int, name: str, loss: float) -> None:
@@ -78,9 +80,15 @@ def perplexity(loss: float) -> float:
     return math.inf if loss > 709 else math.exp(loss)
 
 
-def step_line(records: list[StepRecord], total: int) -> str:
-    """The line for some successive steps."""
-    last = records[-1]
+def counted(records: list[StepRecord], before: tuple[int, int]) -> tuple[int, int]:
+    """Steps that were skipped, and steps whose loss was not finite: `before`, and those among the records."""
+    nan = sum(not math.isfinite(r.loss) for r in records)
+    return before[0] + sum(r.skipped for r in records), before[1] + nan
+
+
+def step_line(records: list[StepRecord], total: int, before: tuple[int, int] = (0, 0)) -> str:
+    """The line for some successive steps; `before`: skipped and NaN steps of the run until then."""
+    last, (skipped, nan) = records[-1], counted(records, before)
     seconds = sum(r.step_time_s for r in records) / len(records)
     trained = [r.loss for r in records if not r.skipped] or [last.loss]
     tflops = sum(r.tflops_per_device * r.step_time_s for r in records) / sum(r.step_time_s for r in records)
@@ -95,8 +103,8 @@ def step_line(records: list[StepRecord], total: int) -> str:
         f"lm loss: {sum(trained) / len(trained):.6E}",
         *([] if last.loss_scale is None else [f"loss scale: {last.loss_scale:.1f}"]),
         f"grad norm: {last.grad_norm:.3f}",
-        f"number of skipped iterations: {sum(r.skipped for r in records):3d}",
-        f"number of nan iterations: {sum(not math.isfinite(r.loss) for r in records):3d}",
+        f"number of skipped iterations: {skipped:3d}",
+        f"number of nan iterations: {nan:3d}",
     )
     return f" {' | '.join(fields)} |"
 

@@ -9,6 +9,7 @@ What all ranks must do together is decided from values that are equal on all of 
 | 2    | the run was refused before it started                                                                      |
 | 75   | no step for too long: the stacks of all threads were printed; start it again, it resumes                   |
 | 143  | SIGTERM, SIGUSR1 or SIGINT: stopped between two steps and saved; the same command goes on from there       |
+|      | (also when `exit_duration_in_mins` have passed)                                                            |
 | 128+ | the number of the signal that ended a process, 137 for SIGKILL: nothing was saved after the last checkpoint |
 """
 
@@ -59,6 +60,8 @@ class StopSignal:
     @property
     def name(self) -> str:
         """Name of the signal that was seen, on every rank once `agreed` was true; empty before."""
+        if self.signum == signal.SIGALRM:
+            return "exit-duration-in-mins"
         return signal.Signals(self.signum).name if self.signum else ""
 
     def __enter__(self) -> StopSignal:
@@ -97,6 +100,18 @@ class StopSignal:
         if agreed:  # else keep what may have come during the exchange: the next step will tell the others
             self.signum = agreed
         return bool(agreed), bool(others)
+
+
+class Deadline:
+    """Asks for a stop once `minutes` have passed since it was made; 0: never. The ranks' clocks need not agree."""
+
+    def __init__(self, minutes: float) -> None:
+        self._end = time.monotonic() + 60 * minutes if minutes else math.inf
+
+    def look(self, stop: StopSignal) -> None:
+        """After a step."""
+        if time.monotonic() >= self._end and not stop.signum:
+            stop.request(signal.SIGALRM)
 
 
 class Watchdog:
@@ -173,11 +188,11 @@ class FiniteGuard:
     """Counts steps without finite numbers and ends a run in which they do not stop.
 
     A step whose loss or gradient norm is NaN or infinite changes no weights. `skipped` goes on from what the checkpoint
-    had; `nan` counts the steps whose loss itself was not finite.
+    had, and so does `nan`, which counts the steps whose loss itself was not finite.
     """
 
-    def __init__(self, skipped: int = 0, limit: int = MAX_CONSECUTIVE_SKIPS) -> None:
-        self.skipped, self.nan, self.consecutive, self.limit = skipped, 0, 0, limit
+    def __init__(self, skipped: int = 0, nan: int = 0, limit: int = MAX_CONSECUTIVE_SKIPS) -> None:
+        self.skipped, self.nan, self.consecutive, self.limit = skipped, nan, 0, limit
         self.last = 0.0, 0.0, 0  # loss, norm and number of the last step
 
     def check(self, loss: float, norm: float, skipped: bool, step: int, scale_can_fall: bool = False) -> None:

@@ -6,28 +6,39 @@ take together.
 
 from __future__ import annotations
 
+import contextlib
+import math
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from isotron.core import device as devices
-from isotron.core.errors import refuse
+from isotron.core.errors import Refused, refuse
 from isotron.core.parallel.replicas import unequal_replicas
 from isotron.data.batches import Prefetcher, microbatches
-from isotron.train.faults import EXIT_OK, EXIT_SIGNALLED, FiniteGuard, StopSignal, Watchdog
+from isotron.train.faults import EXIT_FAILED, EXIT_OK, EXIT_SIGNALLED, Deadline, FiniteGuard, StopSignal, Watchdog
 from isotron.train.flops import step_flops
+from isotron.train.injector import Injector
+from isotron.train.judge import Judge, Rewind
 from isotron.train.metrics import Metrics, StepRecord
 from isotron.train.saving import Saves
-from isotron.train.state import TrainState
+from isotron.train.state import TrainState, find_checkpoint, load_state
 from isotron.train.step import StepResult, train_step
+from isotron.train.stragglers import Stragglers
 from isotron.train.timeline import StepTracer
+
+MAX_REWINDS = 10
 
 
 @dataclass
 class Run:
-    """A state in progress with what feeds it, where it is saved and what it reports to."""
+    """A state in progress with what feeds it, where it is saved and what it reports to.
+
+    `rebuild` gives the training and validation data anew, after the position in them has moved. `end_of_step`: behind
+    the samples of the step that is being taken.
+    """
 
     state: TrainState
     train_data: Sequence[Any]
@@ -38,6 +49,12 @@ class Run:
     stop: StopSignal
     watchdog: Watchdog
     guard: FiniteGuard
+    judge: Judge
+    injector: Injector
+    deadline: Deadline
+    rebuild: Callable[[], tuple[Sequence[Any], Sequence[Any] | None]]
+    end_of_step: int = 0
+    stragglers: Stragglers = field(default_factory=Stragglers)
 
     def batches(self, data: Sequence[Any], consumed: int) -> list[Any]:
         """This rank's microbatches of the global batch that starts at sample `consumed`, on its device."""
@@ -58,6 +75,15 @@ class Run:
 
 def train(run: Run) -> int:
     """Train to `train_iters`; returns the exit code. A checkpoint of the last step is always written."""
+    while True:
+        try:
+            return train_on(run)
+        except Rewind as rewind:
+            go_back(run, rewind)
+
+
+def train_on(run: Run) -> int:
+    """`train`, until a step sends the run back."""
     state, cfg = run.state, run.state.config
     size, first = cfg.train.global_batch_size, state.consumed_samples
     if state.step >= cfg.train.train_iters:
@@ -68,6 +94,7 @@ def train(run: Run) -> int:
         for batches in feed:
             with tracer.step(state.step + 1, len(batches)):
                 one_step(run, batches)
+            run.deadline.look(run.stop)
             stop, failed = run.stop.agreed_with(run.saves.failing(), state.ranks.group)
             run.saves.look(failed)
             if stop:
@@ -94,21 +121,78 @@ def stopped(run: Run) -> int:
 def one_step(run: Run, batches: Sequence[Any]) -> None:
     """Take a step and report it."""
     state, cfg = run.state, run.state.config
+    run.end_of_step = state.consumed_samples + cfg.train.global_batch_size
+    run.injector.before_step(state.step + 1)
     started = time.perf_counter()
     scale = state.scaler.scale
-    result = train_step(state.model, state.optimizer, state.scaler, state.schedule, batches, run.saves.wait_staged)
+    run.stragglers.begin()
+    result, verdict = run.judge.step(attempts(run, batches), state.step + 1)
     devices.synchronize(state.model.device)
     seconds = time.perf_counter() - started
+    run.stragglers.end(seconds)
     state.step += 1
     first = state.consumed_samples
     state.consumed_samples += cfg.train.global_batch_size
     state.skipped += result.skipped
+    state.nan += not math.isfinite(result.loss)
     run.watchdog.beat(state.step)
     run.metrics.step(_record(run, result, seconds, scale, first))
-    scale_can_fall = state.scaler.dynamic and state.scaler.scale > state.scaler.floor
+    scale_can_fall = state.scaler.can_fall
+    if verdict is not None:
+        run.metrics.event("suspect_step", why=verdict.why, fault=verdict.kind, applied=not result.skipped)
     run.guard.check(result.loss, result.grad_norm, result.skipped, state.step, scale_can_fall)
+    run.injector.after_step(state.step, state.model)
     if _due(state.step, cfg.train.check_interval):
         _check_replicas(state)
+    if _due(state.step, cfg.faults.straggler_interval):
+        _report_stragglers(run)
+
+
+def attempts(run: Run, batches: Sequence[Any]) -> Callable[[], StepResult]:
+    """Takes the step, each time it is called, unless the judge does not admit it."""
+    state, count = run.state, iter(range(10**6))
+
+    def take() -> StepResult:
+        with run.injector.while_computing(state.step + 1, state.model, next(count)):
+            return train_step(
+                state.model, state.optimizer, state.scaler, state.schedule, batches, admits=run.judge.admits
+            )
+
+    return take
+
+
+def go_back(run: Run, rewind: Rewind) -> None:
+    """To the last checkpoint, and on from there behind the data of the step that was no good."""
+    state, end = run.state, run.end_of_step
+    with contextlib.suppress(Refused):  # a save that failed is no place to go back to
+        run.saves.settle()
+    found = find_checkpoint(str(run.saves.directory), state.ranks, run.metrics.say)
+    rewinds = state.rewinds + 1
+    if found is None or rewinds > MAX_REWINDS:
+        case = f"{rewind}; " + ("nothing has been saved yet" if found is None else f"{MAX_REWINDS} times before too")
+        fix = "a smaller --lr or a longer --lr-warmup-iters, from an earlier checkpoint"
+        raise refuse("--on-nan rewind or --on-spike rewind", case, fix, EXIT_FAILED)
+    with run.watchdog.phase("going back"):
+        load_state(state, found)
+        left_out = [state.consumed_samples, end - 1]
+        state.rewinds, state.consumed_samples = rewinds, end
+        run.judge.recent = state.recent
+        run.train_data, run.valid_data = run.rebuild()
+    run.guard.consecutive = 0
+    run.saves.step = -1
+    run.metrics.rewind(state.step)
+    run.metrics.event("rewound", why=str(rewind), left_out=left_out)
+    run.metrics.say(f"isotron: {rewind}: back to step {state.step}, without samples {left_out[0]} to {left_out[1]}")
+
+
+def _report_stragglers(run: Run) -> None:
+    found = run.stragglers.report(run.state.ranks.group)
+    if found is not None:
+        run.metrics.event("stragglers", **found)
+        if found["straggler"]:
+            seconds = ", ".join(f"{s:.3f}" for s in found["busy_s"])
+            slow = f"rank {found['slowest']} works {found['ratio']:.2f} times as long as the median"
+            run.metrics.say(f"isotron: straggler: {slow} (seconds a step by rank: {seconds})")
 
 
 def _record(run: Run, result: StepResult, seconds: float, scale: float, first: int) -> StepRecord:

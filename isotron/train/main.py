@@ -33,7 +33,9 @@ from isotron.tokenizers.base import Tokenizer
 from isotron.tokenizers.build import build_tokenizer
 from isotron.train.begin import begin, is_weights_only, origin_files
 from isotron.train.console import tell
-from isotron.train.faults import NEVER_SECONDS, PHASE_FACTOR, FiniteGuard, StopSignal, Watchdog
+from isotron.train.faults import NEVER_SECONDS, PHASE_FACTOR, Deadline, FiniteGuard, StopSignal, Watchdog
+from isotron.train.injector import Injector
+from isotron.train.judge import Judge
 from isotron.train.loop import Run, train
 from isotron.train.metrics import FILE, Metrics
 from isotron.train.places import claim
@@ -107,11 +109,21 @@ def _prepare(
     stack.callback(metrics.close)
     peak = peak_flops(devices.device_name(device), config.train.dtype)
     facts = {**asdict(layout), "schedule": layout.schedule_name}
-    metrics.start(state.step, config.train.train_iters, mesh.size, facts, peak)
-    guard = FiniteGuard(state.skipped)
+    metrics.start(state.step, config.train.train_iters, mesh.size, facts, peak, (state.skipped, state.nan))
+    guard = FiniteGuard(state.skipped, state.nan)
     saved = state.step if loaded is not None and loaded.resolve().parent == saves.resolve() else -1
     where = Saves(state, saves, files, metrics, watchdog, background(config, mesh, stack), saved)
-    return Run(state, train_data, valid_data, eod, where, metrics, stop, watchdog, guard)
+    judge = Judge(config.faults, state.recent, where.wait_staged, lambda: state.scaler.can_fall)
+    injector = Injector(config.faults.inject, world.rank, directory)
+    where.before_write = injector.before_save
+
+    def rebuild() -> tuple[Any, Any]:
+        state.segments = extended(state.segments, needed_samples(state))
+        return datasets(state, eod, say)
+
+    deadline = Deadline(config.faults.exit_duration_in_mins)
+    reporting = (metrics, stop, watchdog, guard, judge, injector, deadline)
+    return Run(state, train_data, valid_data, eod, where, *reporting, rebuild)
 
 
 def background(config: RunConfig, mesh: Mesh, stack: ExitStack) -> BackgroundSaver | None:

@@ -53,11 +53,19 @@ class Metrics:
         for notice in notices:
             self._console.say(notice)
 
-    def start(self, step: int, total_steps: int, world: int, layout: Any, peak_flops: float | None = None) -> None:
+    def start(
+        self,
+        step: int,
+        total_steps: int,
+        world: int,
+        layout: Any,
+        peak_flops: float | None = None,
+        counts: tuple[int, int] = (0, 0),
+    ) -> None:
         """The event that marks a start or a resume after `step`, with the world and its layout.
 
         `layout`: a dataclass or a mapping. `peak_flops`: FLOP/s that one device can do in this dtype, for `mfu`; None
-        where it is not known.
+        where it is not known. `counts`: skipped and NaN steps of the run until now.
         """
         self._peak = peak_flops
         if self._file is None:
@@ -67,7 +75,7 @@ class Metrics:
         self.event("start", step=step, total_steps=total_steps, world=world, layout=facts)
         for tracker in self._trackers:
             tracker.describe({"total_steps": total_steps, "world": world, "layout": facts})
-        self._console.start(step, total_steps)
+        self._console.start(step, total_steps, counts)
 
     def step(self, record: StepRecord) -> None:
         """One training step."""
@@ -107,6 +115,15 @@ class Metrics:
         if self._file is not None:
             now = datetime.now().astimezone().isoformat(timespec="milliseconds")
             self._write({"event": name, "step": self._step, **fields, "time": now})
+
+    def rewind(self, step: int) -> None:
+        """The run goes on from an earlier step: lines after it are cut, as on a resume."""
+        self._step = step
+        if self._file is not None:
+            path = Path(self._file.name)
+            self._file.close()
+            cut(path, step)
+            self._file = path.open("a", encoding="utf-8")
 
     def say(self, line: str) -> None:
         """A line for the console alone, above the progress bar."""

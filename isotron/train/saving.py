@@ -7,7 +7,7 @@ there stays. The last save of a run must succeed: nothing else would be left of 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +24,7 @@ class Saves:
 
     `files`: further files of every checkpoint. `saver`: saves in the background, None for saves that are waited for.
     `step`: the step whose checkpoint is there or being written, -1 for none; the same on all ranks.
+    `before_write(step)` is called when a save begins.
     """
 
     state: TrainState
@@ -33,6 +34,7 @@ class Saves:
     watchdog: Watchdog
     saver: BackgroundSaver | None = None
     step: int = -1
+    before_write: Callable[[int], None] = lambda step: None
 
     @property
     def current(self) -> bool:
@@ -47,6 +49,7 @@ class Saves:
             with self._tolerated():
                 self._write()
             return
+        self.before_write(self.state.step)
         start_save(self.state, self.directory, self.files, self.saver)
         self.step = self.state.step
 
@@ -90,6 +93,7 @@ class Saves:
             self.settle()
 
     def _write(self) -> None:
+        self.before_write(self.state.step)
         with self.watchdog.phase("save"):
             path = save_state(self.state, self.directory, self.files)
         self.step = self.state.step

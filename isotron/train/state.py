@@ -65,7 +65,8 @@ class TrainState:
     """A run in progress.
 
     segments: the sample counts that the data order was built for, oldest first. sources: [documents, tokens] of each
-    dataset that training reads; after loading, what the saved run read.
+    dataset that training reads; after loading, what the saved run read. recent: losses that spikes are measured
+    against. rewinds: how often the run has gone back. nan: steps whose loss was not finite.
     """
 
     config: RunConfig
@@ -77,6 +78,9 @@ class TrainState:
     skipped: int = 0
     segments: list[int] = field(default_factory=list)
     sources: list[list[int]] = field(default_factory=list)
+    recent: list[float] = field(default_factory=list)
+    rewinds: int = 0
+    nan: int = 0
 
     @property
     def schedule(self) -> ScheduleConfig:
@@ -127,6 +131,9 @@ def saved_meta(state: TrainState) -> dict[str, Any]:
         "skipped": state.skipped,
         "segments": list(state.segments),
         "sources": list(state.sources),
+        "recent": list(state.recent),
+        "rewinds": state.rewinds,
+        "nan": state.nan,
     }
 
 
@@ -184,6 +191,8 @@ def _load_counters(state: TrainState, meta: dict[str, Any], step_dir: Path) -> N
         updates, consumed, skipped = (int(meta[name]) for name in ("updates", "consumed_samples", "skipped"))
         segments = [int(n) for n in meta["segments"]]
         sources = [[int(n) for n in pair] for pair in meta.get("sources", [])]  # older checkpoints have none
+        recent = [float(x) for x in meta.get("recent", [])]
+        rewinds, nan = int(meta.get("rewinds", 0)), int(meta.get("nan", 0))
         scaler = LossScaler(**meta["scaler"])
     except (KeyError, TypeError, ValueError) as error:
         raise _no_counters(step_dir, f"they cannot be read: {type(error).__name__} {error}") from error
@@ -192,6 +201,7 @@ def _load_counters(state: TrainState, meta: dict[str, Any], step_dir: Path) -> N
         raise _no_counters(step_dir, f"{found}: none is negative, and segments hold the consumed samples")
     state.optimizer.updates, state.consumed_samples, state.skipped = updates, consumed, skipped
     state.segments, state.sources = segments, sources
+    state.recent, state.rewinds, state.nan = recent, rewinds, nan
     if state.scaler.dynamic and scaler.dynamic:
         state.scaler = scaler
 

@@ -42,11 +42,12 @@ def train_step(
     scaler: LossScaler,
     schedule: ScheduleConfig,
     batches: Sequence[Batch],
-    before_update: Callable[[], None] = lambda: None,
+    admits: Callable[[float, float], bool] = lambda loss, norm: True,
 ) -> StepResult:
     """Train on this rank's microbatches of one global batch; the same result on every rank.
 
-    `before_update` returns when weights and optimizer state may change: a save in the background may still read them.
+    `admits(loss, norm)` says whether the step may change weights and optimizer state, and returns when it may: a save
+    in the background may still read them. A step that is not finite never does.
     """
     tokens = model.count_tokens(batches)
     count_visits(model, batches)
@@ -60,11 +61,11 @@ def train_step(
     factor = clip_factor(norm, optimizer.cfg.clip_grad) / scaler.scale
     overflow = not (math.isfinite(norm) and math.isfinite(loss))
     lr = learning_rate(schedule, optimizer.updates)
-    if not overflow:
-        before_update()
+    applied = admits(loss, norm) and not overflow
+    if applied:
         optimizer.step(lr, weight_decay(schedule, optimizer.updates), factor)
         model.gather_weights()
         move_biases(model, aux)
     scaler.update(overflow)
     sequences = sum(len(b.tokens) for b in batches) * model.mesh.sizes["dp"]
-    return StepResult(loss, norm, lr, int(tokens), overflow, described(aux, sequences, tokens))
+    return StepResult(loss, norm, lr, int(tokens), not applied, described(aux, sequences, tokens))

@@ -223,6 +223,13 @@ def write_to_console(log: LogConfig, records: list[StepRecord]) -> str:
     return stream.getvalue().rstrip("\n")
 
 
+def test_counts_go_on_after_a_resume():
+    from isotron.train.console import step_line
+
+    records = [record(5), record(6, loss=math.nan, skipped=True)]
+    assert "skipped iterations:   4 | number of nan iterations:   2 |" in step_line(records, 10, (3, 1))
+
+
 def test_a_line_covers_the_steps_since_the_last_one():
     log = LogConfig(log_interval=3, tensorboard=False)
     records = [
@@ -236,7 +243,7 @@ def test_a_line_covers_the_steps_since_the_last_one():
     groups = LINE.match(first).groups()
     assert groups[3] == "2000.0" and groups[5] == "500.0"
     assert groups[8] == "3.000000E+00" and groups[11:] == ("1", "1")
-    assert LINE.match(last).groups()[8] == "5.000000E+00" and LINE.match(last).groups()[11:] == ("0", "0")
+    assert LINE.match(last).groups()[8] == "5.000000E+00" and LINE.match(last).groups()[11:] == ("1", "1")
 
 
 def test_a_line_of_skipped_steps_and_a_slow_device():

@@ -105,6 +105,8 @@ BOTH_SIDES: dict[str, tuple[str, str, dict]] = {
     "weight-decay ramp": ("--start-weight-decay 0", "--start-weight-decay 0 --weight-decay-incr-style cosine", {}),
     "loss scale of float16": ("--loss-scale 8", "--loss-scale 8 --dtype float16", {}),
     "kept beside the last": ("--keep-every 100", "--keep-every 100 --keep-last 2", {}),
+    "faults on purpose": ("--inject kill@3:0 nan@2:1 burn@3:0", "--inject kill@3:0 kill-save@2:0", {}),
+    "spikes stand out": ("--spike-factor 0.5", "--spike-factor 1.5", {}),
     "loss scale floor": ("--min-loss-scale 8 --initial-loss-scale 4", "--min-loss-scale 4 --initial-loss-scale 4", {}),
     "save is a directory": ("--save t.json", "--save elsewhere", {}),
     "fine-tuning needs weights": ("--finetune", "--finetune --load a", {}),

@@ -36,7 +36,8 @@ cp cp_comm_type hierarchical_cp_sizes
 sgd_momentum lion_beta1 lion_beta2 muon_momentum muon_nesterov muon_ns_steps muon_scale_mode muon_extra_scale_factor
 muon_others exp_avg_dtype exp_avg_sq_dtype master_remainders param_groups freeze
 schedule_memory schedule_costs microbatch_group layer_split pipeline_layout recompute_keep trace async_save
-keep_every on_save_failure
+keep_every on_save_failure on_nan spike_factor on_spike rerun straggler_interval
+exit_duration_in_mins inject
 """
 
 

@@ -36,6 +36,11 @@ class LossScaler:
             return LossScaler(cfg.loss_scale, dynamic=False)
         return LossScaler(cfg.initial_loss_scale, cfg.min_loss_scale, cfg.loss_scale_window, cfg.hysteresis)
 
+    @property
+    def can_fall(self) -> bool:
+        """Whether an overflow is still a search for the scale."""
+        return self.dynamic and self.scale > self.floor
+
     def update(self, overflow: bool) -> None:
         """Take in whether this step's gradients overflowed."""
         if not self.dynamic:

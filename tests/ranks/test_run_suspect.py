@@ -1,0 +1,65 @@
+"""Runs in which steps are suspect, injected on one rank: skipped, run again, rewound; counters and data as they must be."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from isotron.core.errors import Refused
+from tests.ranks import runs
+from tests.ranks.test_run_saves import events
+
+
+def test_a_glitch_changes_nothing_and_a_fault_that_stays_is_skipped(ranks: Any, tmp_path: Path) -> None:
+    """Run again in place: the glitch at step 3 leaves no trace in the weights; the NaN of step 5 is there each time."""
+    usual = runs.config("llama", dp=2, train_iters=4, save=str(tmp_path / "a"))
+    hurt = runs.changed(usual, save=str(tmp_path / "b"), rerun=True, inject=("glitch@3:1",))
+    more = runs.changed(usual, save=str(tmp_path / "c"), rerun=True, inject=("nan@3:1",), straggler_interval=2)
+    jobs = [(usual, str(tmp_path / "a")), (hurt, str(tmp_path / "b")), (more, str(tmp_path / "c"))]
+    assert ranks(2, runs.train_each, jobs) == [[0] * 3] * 2
+    runs.assert_same(runs.tensors(runs.step_dir(tmp_path / "a", 4)), runs.tensors(runs.step_dir(tmp_path / "b", 4)))
+    (glitch,) = events(tmp_path / "b", "suspect_step")
+    assert (glitch["step"], glitch["fault"], glitch["applied"]) == (3, "transient", True)
+    (stays,) = events(tmp_path / "c", "suspect_step")
+    assert (stays["step"], stays["fault"], stays["applied"]) == (3, "persistent", False)
+    meta = runs.Source(runs.step_dir(tmp_path / "c", 4)).manifest.meta
+    assert (meta["skipped"], meta["nan"], meta["updates"]) == (1, 1, 3) and len(meta["recent"]) == 3
+    assert [len(e["busy_s"]) for e in events(tmp_path / "c", "stragglers")] == [2, 2]
+
+
+def test_a_rewind_goes_on_behind_the_data_that_led_there(ranks: Any, tmp_path: Path) -> None:
+    """NaN at step 6: back to step 4, samples 16 to 23 are left out; equal to a run that never had them."""
+    home = str(tmp_path)
+    cfg = runs.config("llama", dp=2, train_iters=8, save=home, save_interval=2, async_save=True)
+    hurt = runs.changed(cfg, on_nan="rewind", inject=("nan@6:0",))
+    assert ranks(2, runs.train, hurt, home) == [0, 0]
+    (back,) = events(home, "rewound")
+    assert back["step"] == 4 and back["left_out"] == [16, 23] and "step 6: the loss is nan" in back["why"]
+    ids = runs.lines(home, "sample_ids")
+    assert ids == {1: [0, 3], 2: [4, 7], 3: [8, 11], 4: [12, 15], 5: [24, 27], 6: [28, 31], 7: [32, 35], 8: [36, 39]}
+    meta = runs.Source(runs.step_dir(home, 8)).manifest.meta
+    assert (meta["rewinds"], meta["skipped"], meta["updates"], meta["consumed_samples"]) == (1, 0, 8, 40)
+
+
+def test_a_rewind_without_a_checkpoint_is_refused(ranks: Any, tmp_path: Path) -> None:
+    cfg = runs.config("llama", dp=2, train_iters=4, save=str(tmp_path), on_nan="rewind", inject=("nan@2:1",))
+    with pytest.raises(Refused, match="nothing has been saved yet"):
+        ranks(2, runs.train, cfg, str(tmp_path))
+
+
+def test_a_flipped_bit_of_a_replicated_weight_ends_the_run(ranks: Any, tmp_path: Path) -> None:
+    cfg = runs.config("llama", dp=2, zero=0, train_iters=4, save=str(tmp_path), check_interval=1)
+    with pytest.raises(Refused, match="these differ between ranks"):
+        ranks(2, runs.train, runs.changed(cfg, inject=("bitflip@2:1",)), str(tmp_path))
+
+
+def test_the_time_of_a_job_ends_and_the_next_goes_on(ranks: Any, tmp_path: Path) -> None:
+    home = str(tmp_path)
+    cfg = runs.config("llama", dp=2, train_iters=4, save=home, load=home)
+    assert ranks(2, runs.train, runs.changed(cfg, exit_duration_in_mins=1e-6), home) == [143, 143]
+    assert [e["signal"] for e in events(home, "stopped")] == ["exit-duration-in-mins"]
+    assert (tmp_path / "latest").read_text().strip() == "step_00000001"
+    assert ranks(2, runs.train, cfg, home) == [0, 0]
+    assert sorted(runs.lines(home)) == [1, 2, 3, 4]
