@@ -199,6 +199,12 @@ def _remainders(c: RunConfig, f: Facts) -> Problem:
     return Problem(asked(c, "master_remainders", "dtype"), case, "--no-master-remainders, or --dtype bfloat16")
 
 
+def _mup(c: RunConfig, f: Facts) -> Problem:
+    case = "muP gives the output layer other initial weights and rates than the embedding, and has no rule for sgd"
+    fix = "--no-tie-embeddings --optimizer adamw"
+    return Problem(asked(c, "mup_base_hidden_size", "tie_embeddings", "optimizer"), case, fix)
+
+
 def _save_is_file(c: RunConfig, f: Facts) -> Problem:
     return Problem(
         asked(c, "save"), "it is a file, and checkpoints need a directory", f"--save {c.checkpoint.save}-checkpoints"
@@ -283,6 +289,9 @@ RUN_RULES: tuple[Rule, ...] = (
          lambda c, f: c.optim.min_loss_scale > c.optim.initial_loss_scale, _loss_scale_floor),
     Rule("words of parameter groups", ("param_groups",),
          lambda c, f: bool(_group_words(c)), lambda c, f: _group_words(c)[0]),
+    Rule("muP", ("mup_base_hidden_size", "tie_embeddings", "optimizer", "muon_others"),
+         lambda c, f: c.optim.mup_base_hidden_size > 0
+         and (getattr(c.model, "tie_embeddings", False) or "sgd" in (c.optim.optimizer, c.optim.muon_others)), _mup),
     Rule("remainders of bfloat16", ("master_remainders", "dtype"),
          lambda c, f: c.optim.master_remainders and c.train.dtype != "bfloat16", _remainders),
     Rule("save is a directory", ("save",),

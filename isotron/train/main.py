@@ -20,7 +20,7 @@ from isotron.core.checkpoint.disk import free_bytes
 from isotron.core.checkpoint.save import SPARE_BYTES
 from isotron.core.errors import refuse
 from isotron.core.mesh import AXES, Mesh
-from isotron.core.optim.build import make_optimizer
+from isotron.core.optim.build import make_optimizer, scale_initial
 from isotron.core.parallel.model import ParallelModel
 from isotron.core.parallel.plan import split_layers
 from isotron.core.parallel.split import model_costs
@@ -88,6 +88,7 @@ def _prepare(
     mesh = Mesh(world.rank, tp=layout.tp, cp=layout.cp, dp=layout.dp, pp=layout.pp)
     dtype = devices.dtype_of(config.train.dtype)
     model = ParallelModel(config.model, layout, mesh, dtype, device, config.train.seed)
+    scale_initial(model, config.optim)
     optimizer = make_optimizer(model, config.optim)
     state = TrainState(config, model, optimizer, LossScaler.for_run(config.train.dtype, config.optim))
     say(f"isotron: {model.count_parameters():,} parameters on {mesh.size} rank(s): {_describe(config)}")

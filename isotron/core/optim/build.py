@@ -10,17 +10,27 @@ from isotron.core.checkpoint.weights import global_names
 from isotron.core.layout import Ints
 from isotron.core.optim.config import OptimConfig
 from isotron.core.optim.groups import settle
+from isotron.core.optim.mup import initial_factor, width_of
 from isotron.core.optim.optimizer import Optimizer
 from isotron.core.parallel.model import ParallelModel
 
 
 def make_optimizer(model: ParallelModel, cfg: OptimConfig, kind: type[Optimizer] = Optimizer) -> Optimizer:
     """Every rank calls it; patterns that match nothing or contradict each other are refused on all of them alike."""
-    settings = settle(shapes_of(model), cfg)
+    settings = settle(shapes_of(model), cfg, width=width_of(model.config.hidden_size, cfg))
     mesh = model.mesh
     like = torch.empty(0, dtype=torch.promote_types(model.dtype, torch.float32), device=model.device)
     neighbours = mesh.group_of(mesh.ranks_along("tp", "cp", "dp"))
     return kind(model.views(), cfg, settings, neighbours, like)
+
+
+@torch.no_grad()
+def scale_initial(model: ParallelModel, cfg: OptimConfig) -> None:
+    """The initial weights of muP; nothing without it."""
+    width = width_of(model.config.hidden_size, cfg)
+    for stage in model.stages.values():
+        for name, placed in stage.placed.items():
+            stage.module.get_parameter(name).mul_(initial_factor(placed.name, placed.rule.shape, width))
 
 
 def shapes_of(model: ParallelModel) -> Mapping[str, Ints]:

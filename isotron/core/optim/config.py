@@ -51,6 +51,9 @@ class OptimConfig:
     master_remainders: bool = option(
         False, "with bfloat16 weights, keep the 16 bits that they lack instead of float32 masters"
     )
+    mup_base_hidden_size: int = option(
+        0, "muP: the hidden_size at which lr was found; initial weights and rates follow the width; 0 means no muP"
+    )
     param_groups: tuple[str, ...] = option(
         (), "other settings for parameters by name: PATTERN:lr_mult=X,wd_mult=X,optimizer=NAME, any of the three"
     )

@@ -13,6 +13,7 @@ from typing import Any
 
 from isotron.core.errors import Problem, Refused
 from isotron.core.optim.config import METHODS, OptimConfig
+from isotron.core.optim.mup import rate_factor
 
 KEYS = ("lr_mult", "wd_mult", "optimizer")
 NOT_HIDDEN = ("embed.*", "positions.*", "head.*", "*embed*", "*lm_head*")
@@ -74,10 +75,12 @@ def is_hidden_matrix(name: str, shape: Sequence[int]) -> bool:
     return len(shape) == 2 and not any(fnmatchcase(name, pattern) for pattern in NOT_HIDDEN)
 
 
-def settle(shapes: Mapping[str, Sequence[int]], cfg: OptimConfig, whole: bool = True) -> dict[str, Settings]:
+def settle(
+    shapes: Mapping[str, Sequence[int]], cfg: OptimConfig, whole: bool = True, width: float = 1.0
+) -> dict[str, Settings]:
     """The settings of every parameter; everything that does not fit together is refused at once.
 
-    `shapes`: of the `whole` model, else only of a part, in which a pattern may match nothing.
+    `shapes`: of the `whole` model, else only of a part, in which a pattern may match nothing. `width`: see `mup`.
     """
     read = [parse(word) for word in cfg.param_groups]
     overrides = [found for found in read if isinstance(found, Override)]
@@ -95,7 +98,8 @@ def settle(shapes: Mapping[str, Sequence[int]], cfg: OptimConfig, whole: bool = 
         if method == "muon" and len(shape) != 2:
             case = f"{name} has {len(shape)} dimension(s), and muon makes matrices orthogonal"
             problems.append(Problem(f"--param-groups {_word(mine, 'optimizer')}", case, "optimizer=adamw for it"))
-        settings[name] = Settings(method, said.get("lr_mult", 1.0), said.get("wd_mult"), bool(frozen))
+        rate = said.get("lr_mult", 1.0) * rate_factor(name, shape, width, method, cfg)
+        settings[name] = Settings(method, rate, said.get("wd_mult"), bool(frozen))
     if problems:
         raise Refused(list(dict.fromkeys(problems)))
     return settings
