@@ -30,19 +30,21 @@ class _RMSNorm(torch.autograd.Function):
         inverse = (length.square() / x.shape[-1] + eps).rsqrt_()
         ctx.sink = sink_of(gain)  # a recomputed forward gives the backward a copy of the gain, which has no sink
         ctx.save_for_backward(x, gain, inverse)
-        return (x * inverse).to(x.dtype).mul_(gain)
+        return torch.mul(x, inverse, out=torch.empty_like(x)).mul_(gain)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, gain, inverse = ctx.saved_tensors
-        unit = x * inverse
-        product = dy * unit
-        dgain = None
-        if ctx.needs_input_grad[1]:
-            dgain = _deliver(ctx.sink, product.flatten(0, -2).sum(0), gain.dtype)
-        along = torch.mv(product.flatten(0, -2), gain.to(product.dtype)).view(inverse.shape).div_(-x.shape[-1])
-        dx = (dy * gain).to(unit.dtype).addcmul_(unit, along).mul_(inverse)
-        return dx.to(x.dtype), dgain, None
+        wide = inverse.dtype
+        dy_wide, gain_wide, need_gain = dy.to(wide), gain.to(wide), ctx.needs_input_grad[1]
+        # the fused backward of a layer norm whose mean is 0 takes the mean of dy * gain off as well: it is put back
+        dx, dgain, _ = torch.ops.aten.native_layer_norm_backward(
+            dy_wide.contiguous(), x.to(wide), (x.shape[-1],), torch.zeros_like(inverse), inverse, gain_wide, None,
+            [True, need_gain, False],
+        )  # fmt: skip
+        mean = torch.mv(dy_wide.flatten(0, -2), gain_wide).view(inverse.shape).mul_(inverse / x.shape[-1])
+        dx = dx.add_(mean) if dx.dtype == x.dtype else torch.add(dx, mean, out=torch.empty_like(x))
+        return dx, _deliver(ctx.sink, dgain, gain.dtype) if need_gain else None, None
 
 
 class RMSNorm(nn.Module):
