@@ -15,6 +15,12 @@ LONGROPE = {"rope_type": "longrope", "rope_theta": 500.0, "short_factor": [1.0, 
             "long_factor": [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]}  # fmt: skip
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 500.0}
 
+DEEPSEEK_YARN = {**YARN, "mscale": 1.0, "mscale_all_dim": 0.8}
+LATENT = {"vocab_size": V, "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 3,
+          "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 256,
+          "initializer_range": 0.1, "q_lora_rank": 20, "kv_lora_rank": 16, "qk_nope_head_dim": 12,
+          "qk_rope_head_dim": 8, "v_head_dim": 10, "moe_intermediate_size": 24, "n_routed_experts": 8,
+          "num_experts_per_tok": 3, "n_shared_experts": 2, "first_k_dense_replace": 1}  # fmt: skip
 # four queries per key/value head, heads of 12 that are not hidden/heads
 SIZES = {"vocab_size": V, "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 8,
          "num_key_value_heads": 2, "max_position_embeddings": 256, "initializer_range": 0.1}  # fmt: skip
@@ -29,6 +35,11 @@ TWINS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-yarn": ("Llama", {**WIDE, "rope_parameters": YARN}),
     "mistral": ("Mistral", {**WIDE, "sliding_window": 17, "rope_parameters": PLAIN}),
     "mistral-full": ("Mistral", {**WIDE, "sliding_window": None, "rope_parameters": PLAIN}),
+    "deepseek_v2": ("DeepseekV2", {**LATENT, "n_group": 4, "topk_group": 2, "topk_method": "group_limited_greedy",
+                                   "routed_scaling_factor": 2.0, "rope_parameters": DEEPSEEK_YARN}),
+    "deepseek_v2-lite": ("DeepseekV2", {**LATENT, "q_lora_rank": None, "rope_parameters": PLAIN}),
+    "deepseek_v3": ("DeepseekV3", {**LATENT, "n_group": 4, "topk_group": 2, "num_mtp_layers": 0,
+                                   "rope_parameters": DEEPSEEK_YARN}),
     "mixtral": ("Mixtral", {**WIDE, "num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": None,
                             "router_aux_loss_coef": 0.0, "rope_parameters": PLAIN}),
     "qwen2": ("Qwen2", {**SIZES, "rope_parameters": YARN}),
@@ -73,6 +84,9 @@ def make(name: str, dtype: torch.dtype = torch.float32) -> Any:
         for p in model.parameters():
             noise = torch.randn(p.shape, generator=generator)
             p.copy_(noise * 0.3 + 1.0 if p.ndim == 1 and bool((p == 1).all()) else noise * 0.12)
+        for name, b in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                b.copy_(torch.randn(b.shape, generator=generator) * 0.1)
     return model.to(dtype).eval()
 
 

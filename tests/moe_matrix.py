@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from isotron.core.models.deepseek_v3_config import DeepseekV3Config
 from isotron.core.models.mixtral_config import MixtralConfig
 from isotron.core.parallel.plan import Layout
 from isotron.train.verify import Case
@@ -27,15 +28,20 @@ def mixtral(**fields: Any) -> MixtralConfig:
 
 
 MODELS: dict[str, Any] = {
-    "sequence": mixtral(moe_norm_topk_prob=False, moe_input_jitter_eps=0.1),
     "global": mixtral(moe_router_load_balancing_type="global", moe_shared_expert_intermediate_size=16,
                       moe_shared_expert_gate=True, moe_layer_freq="[0]+[1]*2"),
     "groups": mixtral(moe_router_score_function="sigmoid", moe_router_num_groups=3, moe_router_group_topk=2,
                       moe_router_enable_expert_bias=True, moe_router_bias_update_rate=0.05,
                       moe_router_topk_scaling_factor=2.5, moe_shared_expert_intermediate_size=16),
     "drop": mixtral(moe_expert_capacity_factor=1.0),
-    "drop-first": mixtral(moe_expert_capacity_factor=0.75, moe_token_drop_policy="position",
-                          moe_pad_expert_input_to_capacity=True),
+    "drop-first": mixtral(moe_expert_capacity_factor=0.75, moe_token_drop_policy="position", moe_norm_topk_prob=False,
+                          moe_pad_expert_input_to_capacity=True, moe_input_jitter_eps=0.1),
+    "mla": DeepseekV3Config(
+        3, 32, 4, 4, 0, 48, 131, 16, q_lora_rank=12, kv_lora_rank=10, qk_head_dim=6, qk_pos_emb_head_dim=4,
+        v_head_dim=5, num_experts=8, moe_router_topk=2, moe_ffn_hidden_size=16, moe_layer_freq="[0]+[1]*2",
+        moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True, moe_router_num_groups=4,
+        moe_router_group_topk=2, moe_shared_expert_intermediate_size=16, attention_dropout=0.1,
+        mtp_num_layers=2, mtp_loss_scaling_factor=0.5, **LOSSES),
     "sinkhorn": mixtral(moe_router_load_balancing_type="sinkhorn", moe_aux_loss_coeff=0.0),
 }  # fmt: skip
 

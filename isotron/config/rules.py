@@ -99,7 +99,7 @@ _POSITIVE = {
     "moe_router_topk_scaling_factor": 1.0, "muon_ns_steps": 5, "muon_extra_scale_factor": 0.2,
 }  # fmt: skip
 _NOT_NEGATIVE = {
-    "mup_base_hidden_size": 256, "q_lora_rank": 0, "moe_ffn_hidden_size": 0, "moe_router_num_groups": 0, "moe_router_group_topk": 0, "moe_router_group_scores": 0,
+    "mup_base_hidden_size": 256, "q_lora_rank": 0, "mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.1, "moe_ffn_hidden_size": 0, "moe_router_num_groups": 0, "moe_router_group_topk": 0, "moe_router_group_scores": 0,
     "moe_router_bias_update_rate": 0.001, "moe_aux_loss_coeff": 0.01, "moe_z_loss_coeff": 0.001,
     "moe_expert_capacity_factor": 1.25, "moe_shared_expert_intermediate_size": 0,
     "trace": 0, "schedule_memory": 0, "microbatch_group": 0, "recompute_keep": 0,
@@ -148,6 +148,8 @@ RANGES: tuple[Rule, ...] = tuple(
         Range("loss_scale", "from 0 to 1e30 (float32 ends at 3e38)", lambda v: 0 <= v <= 1e30, 0.0),
         Range("seed", "between 0 and 4294967295", lambda v: 0 <= v < 2**32, 1234),
         Range("lr_warmup_fraction", "between 0 and 1", lambda v: 0 <= v <= 1, 0.01),
+        Range("fim_rate", "between 0 and 1", lambda v: 0 <= v <= 1, 0.5),
+        Range("fim_spm_rate", "between 0 and 1", lambda v: 0 <= v <= 1, 0.5),
         *(
             Range(leaf, "0 or more, or -1 for weight_decay", lambda v: v >= 0 or v == -1, e)
             for leaf, e in _RAMP.items()

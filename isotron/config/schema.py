@@ -13,6 +13,9 @@ from typing import Any
 from isotron.core.checkpoint.config import CheckpointConfig
 from isotron.core.errors import refuse
 from isotron.core.models import (
+    deepseek_moe_config,
+    deepseek_v2_config,
+    deepseek_v3_config,
     gpt_config,
     llama_config,
     mistral_config,
@@ -24,6 +27,9 @@ from isotron.core.models import (
     qwen3_config,
     qwen3_moe_config,
 )
+from isotron.core.models.deepseek_moe_config import DeepseekMoEConfig
+from isotron.core.models.deepseek_v2_config import DeepseekV2Config
+from isotron.core.models.deepseek_v3_config import DeepseekV3Config
 from isotron.core.models.gpt_config import GPTConfig
 from isotron.core.models.llama_config import LlamaConfig
 from isotron.core.models.mistral_config import MistralConfig
@@ -53,9 +59,15 @@ _CLASSES: tuple[type[ModelConfig], ...] = (
     Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    DeepseekMoEConfig,
+    DeepseekV2Config,
+    DeepseekV3Config,
 )
 MODELS: dict[str, type[ModelConfig]] = {cls.family: cls for cls in _CLASSES}
 PRESETS: dict[str, ModelConfig] = {
+    **deepseek_moe_config.PRESETS,
+    **deepseek_v2_config.PRESETS,
+    **deepseek_v3_config.PRESETS,
     **gpt_config.PRESETS,
     **llama_config.PRESETS,
     **mistral_config.PRESETS,

@@ -15,7 +15,19 @@ from isotron.config.schema import DEFAULT_FAMILY, PRESETS
 from isotron.core.errors import Problem
 
 # feature -> what each family has; Megatron's defaults are the GPT column.
-_LLAMA_LIKE = ("llama", "mistral", "mixtral", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
+_LLAMA_LIKE = (
+    "llama",
+    "mistral",
+    "mixtral",
+    "phi3",
+    "qwen2",
+    "qwen2_moe",
+    "qwen3",
+    "qwen3_moe",
+    "deepseek_moe",
+    "deepseek_v2",
+    "deepseek_v3",
+)
 _SWITCHES: dict[str, tuple[str, str, str]] = {  # as in gpt, in families built like llama, in neox
     "@positions": ("learned_absolute", "rope", "rope"),
     "@norm": ("LayerNorm", "RMSNorm", "LayerNorm"),

@@ -244,5 +244,5 @@ def total_memory(device: torch.device) -> int | None:
 
 
 def has_grouped_matmul(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether one call multiplies the rows of many experts, and faster than one product each (CPUs have no use)."""
-    return device.type == "cuda" and dtype is torch.bfloat16 and hasattr(torch, "_grouped_mm")
+    """Whether one call multiplies the rows of many experts, and faster than one product each."""
+    return dtype is torch.bfloat16 and hasattr(torch, "_grouped_mm") and device.type in ("cpu", "cuda")

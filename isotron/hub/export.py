@@ -65,7 +65,7 @@ def gather(source: TensorSource, mapped: Mapped, name: str, shape: tuple[int, ..
     for run in mapped.runs:
         if run.theirs == name:
             region = Box((start, *(0 for _ in shape[1:])), (run.count, *shape[1:]))
-            source.read(mapped.ours, region, out[run.first : run.first + run.count])
+            source.read(mapped.ours, region, out[run.rows(0, run.count)])
         start += run.count
     refuse_nan(out, name)
     return out

@@ -10,7 +10,21 @@ from typing import Any, Protocol
 from isotron.core.errors import refuse
 from isotron.core.models.hf_names import Mapped
 
-FAMILIES = ("gpt", "llama", "mistral", "mixtral", "neox", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
+FAMILIES = (
+    "deepseek_moe",
+    "deepseek_v2",
+    "deepseek_v3",
+    "gpt",
+    "llama",
+    "mistral",
+    "mixtral",
+    "neox",
+    "phi3",
+    "qwen2",
+    "qwen2_moe",
+    "qwen3",
+    "qwen3_moe",
+)
 
 
 class Spelling(Protocol):

@@ -65,9 +65,15 @@ class HFSource:
             common = ours.overlap(box)
             if common is None:
                 continue
-            first = run.first + common.offset[0] - ours.offset[0]
-            region = Box((first, *common.offset[1:]), common.shape)
-            self._read(self.theirs(run.theirs), region, out[common.relative_to(box).slices()], mapped.transposed)
+            rows = run.rows(common.offset[0] - ours.offset[0], common.shape[0])
+            region = Box((rows.start, *common.offset[1:]), (rows.stop - rows.start, *common.shape[1:]))
+            target = out[common.relative_to(box).slices()]
+            if run.step == 1:
+                self._read(self.theirs(run.theirs), region, target, mapped.transposed)
+                continue
+            between = torch.empty(region.shape, dtype=target.dtype)
+            self._read(self.theirs(run.theirs), region, between, mapped.transposed)
+            target.copy_(between[:: run.step])
 
     def close(self) -> None:
         """Close all files; reading opens them again."""

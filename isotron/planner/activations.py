@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from isotron.planner.experts import expert_sizes
 from isotron.planner.job import Job
 
 IDS = 8  # bytes of a token id
@@ -69,9 +70,8 @@ def sizes(job: Job) -> Sizes:
 
 def _mlp_width(config: Any, tp: int) -> int:
     """Feed-forward elements of one token: of the experts that it visits, where there are experts."""
-    if getattr(config, "experts", 0):
-        return int(config.topk * (config.moe_ffn or config.ffn) + config.shared_ffn // tp)
-    return int(config.ffn // tp)
+    experts = expert_sizes(config, tp)
+    return int(experts.elements) if experts else int(config.ffn // tp)
 
 
 def block(job: Job, mode: str) -> list[Kept]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from operator import add
 
 from isotron.planner.efficiency import Fractions, Stack
+from isotron.planner.experts import expert_sizes
 from isotron.planner.hardware import Hardware
 from isotron.planner.job import Job
 from isotron.planner.work import attention_flops, block_products, element_traffic, head_product, score_traffic
@@ -82,11 +83,12 @@ def block_seconds(job: Job, place: Place) -> tuple[Seconds, Seconds]:
     """(forward, backward) of one block for one microbatch; what is computed again belongs to the backward."""
     f, device = place.fractions, place.device
     rate = device.peak(FORMS[place.form]) * f.matmul
-    products = 0.0
+    products, experts = 0.0, expert_sizes(job.config, job.layout.tp)
     for p in block_products(job.config, job.layout.tp):
-        spread = getattr(job.config, "experts", 1) if p.met != 1.0 else 1
-        # experts are not cut: each tensor-parallel rank sends its own part of the tokens to them
-        tokens = job.tokens * p.met * job.ep / spread / job.layout.tp if spread > 1 else job.tokens
+        spread = experts.number if experts and p.met != 1.0 else 1
+        # whole experts: each tensor-parallel rank sends its own part of the tokens to them
+        share = 1 if experts is None or experts.cut else job.layout.tp
+        tokens = job.tokens * p.met * job.ep / spread / share if spread > 1 else job.tokens
         one = product_seconds(tokens, p.outputs, p.inputs, rate * (f.experts if spread > 1 else 1), f.small)
         products += one * spread / job.ep if spread > 1 else one
     attention, attention_back = _attention(job, place)
@@ -95,7 +97,7 @@ def block_seconds(job: Job, place: Place) -> tuple[Seconds, Seconds]:
         products=products,
         attention=attention,
         elements=elements,
-        launches=f.per_layer + (f.per_route if getattr(job.config, "experts", 0) else 0.0),
+        launches=f.per_layer + (f.per_route if experts else 0.0),
         tp=_tensor_parallel(job, place),
         cp=_context_parallel(job, place),
         ep=_expert_parallel(job, place),
@@ -149,11 +151,12 @@ def _context_parallel(job: Job, place: Place) -> float:
 
 
 def _expert_parallel(job: Job, place: Place) -> float:
-    if job.ep == 1:
+    experts = expert_sizes(job.config)
+    if job.ep == 1 or experts is None:
         return 0.0
     c, f = job.config, place.fractions
     # a token goes once to each rank that has some of its experts
-    copies = job.ep * (1 - (1 - 1 / job.ep) ** c.topk)
+    copies = job.ep * (1 - (1 - 1 / job.ep) ** experts.visits)
     wire = 2 * copies * c.hidden_size * job.tokens / job.layout.tp * job.element * (job.ep - 1) / job.ep
     share = f.links if job.ep * job.layout.tp <= place.device.node else f.network
     return wire / (place.device.link(job.ep, job.layout.tp) * share) * f.exposed_ep

@@ -30,8 +30,6 @@ _MLP = (
     *("mlp_norm", "mlp.up", "mlp.gate_up", "mlp.down"),
     *("mlp.router", "mlp.experts.gate_up", "mlp.experts.down", "mlp.shared.gate_up", "mlp.shared.down"),
     "mlp.shared_gate",
-    # of families that can be planned only (shapes.py)
-    *("router", "experts.gate_up", "experts.down", "shared.gate_up", "shared.down"),
 )
 # not every family has them, and `*norm*` would match
 _OPTIONAL = ("attention.q_norm", "attention.k_norm", "attention.kv_norm")

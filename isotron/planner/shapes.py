@@ -62,15 +62,15 @@ class MoEConfig(LlamaConfig):
         rules = [r for r in table.rules if r.pattern not in _UP]
         for layer in self._expert_layers():
             rules += [
-                Rule(f"{layer}.router.weight", (self.experts, d)),
-                Rule(f"{layer}.experts.gate_up.weight", (2 * self.experts * f, d)),
-                Rule(f"{layer}.experts.down.weight", (self.experts * d, f)),
+                Rule(f"{layer}.mlp.router.weight", (self.experts, d)),
+                Rule(f"{layer}.mlp.experts.gate_up.weight", (2 * self.experts * f, d)),
+                Rule(f"{layer}.mlp.experts.down.weight", (self.experts * d, f)),
             ]
             if self.shared_ffn:
                 shared = Part(self.shared_ffn)
                 rules += [
-                    Rule(f"{layer}.shared.gate_up.weight", (2 * self.shared_ffn, d), Split(0, (shared, shared))),
-                    Rule(f"{layer}.shared.down.weight", (d, self.shared_ffn), Split(1, (shared,))),
+                    Rule(f"{layer}.mlp.shared.gate_up.weight", (2 * self.shared_ffn, d), Split(0, (shared, shared))),
+                    Rule(f"{layer}.mlp.shared.down.weight", (d, self.shared_ffn), Split(1, (shared,))),
                 ]
         dense = [replace(r, pattern=r.pattern.replace("*", str(i))) for i in range(self.dense_layers)
                  for r in table.rules if r.pattern in _UP]  # fmt: skip

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import lru_cache
+from math import prod
 from typing import Any
 
 from isotron.core.layout import Rule, shard
+from isotron.planner.experts import expert_sizes, number_of_experts
 from isotron.planner.job import Job
 
 
@@ -43,7 +45,7 @@ def _product(config: Any, rule: Rule, tp: int) -> Product:
     visited = getattr(config, "visited", None)
     met = visited(rule.pattern) if visited else 1.0
     # an expert's matrix is one of several below each other: what one product sees is one of them
-    experts = config.experts if ".experts." in rule.pattern else 1
+    experts = number_of_experts(config) if ".experts." in rule.pattern else 1
     return Product(shape[0] // experts, shape[1], met * experts)
 
 
@@ -72,16 +74,16 @@ def element_traffic(job: Job) -> float:
     gated = is_gated(c)
     width = _width(c, tp)
     hidden = 10 * c.hidden_size / share
-    if getattr(c, "experts", 0):  # tokens put in the order of their experts, and back
-        hidden += 4 * c.topk * c.hidden_size / share
+    experts = expert_sizes(c, tp)
+    if experts:  # tokens put in the order of their experts, and back
+        hidden += 4 * experts.visits * c.hidden_size / share
     turned = 2 * (c.num_attention_heads / tp + max(1, c.kv_heads / tp)) * c.head_size if hasattr(c, "rope_theta") else 0
     return float((hidden + (3 if gated else 2) * width + turned) * job.element * job.tokens)
 
 
 def _width(config: Any, tp: int) -> float:
-    if getattr(config, "experts", 0):
-        return float(config.topk * (config.moe_ffn or config.ffn) + config.shared_ffn / tp)
-    return float(config.ffn / tp)
+    experts = expert_sizes(config, tp)
+    return float(experts.elements) if experts else float(config.ffn / tp)
 
 
 def score_traffic(job: Job, backward: bool) -> float:
@@ -100,12 +102,22 @@ class Flops:
     hardware: float  # full, with what is computed again
 
 
+def _multiplications(config: Any) -> float:
+    """Multiply-adds per token in the matrices of all blocks and what stands behind them, the output layer left out."""
+    total, visited = 0.0, getattr(config, "visited", lambda pattern: 1.0)
+    for rule in config.layout(config.vocab_size).rules:
+        if len(rule.shape) == 2 and rule.pattern.startswith(("layers.", "mtp.")):
+            blocks = config.num_layers if rule.pattern.startswith("layers.*") else 1
+            total += prod(rule.shape) * visited(rule.pattern) * blocks
+    return total
+
+
 def step_flops(job: Job) -> Flops:
     """FLOPs of a step; a tied output layer counts, look-ups do not."""
     c = job.config
-    matrices = c.num_layers * sum(p.multiplications for p in block_products(c, 1)) + c.vocab_size * c.hidden_size
+    matrices = _multiplications(c) + c.vocab_size * c.hidden_size
     tokens = float(job.step_tokens)
-    core = 4.0 * c.num_attention_heads * c.head_size * c.num_layers
+    core = 2.0 * c.num_attention_heads * (c.head_size + getattr(c, "v_head_dim", c.head_size)) * c.num_layers
     causal, square = core * (job.seq + 1) / 2, core * job.seq
     again = 0.0
     if job.layout.recompute == "full":

@@ -8,6 +8,7 @@ kernel, padding of the vocabulary. The figure therefore depends on the model and
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import prod
 from typing import Protocol
 
@@ -55,20 +56,26 @@ def step_flops(config: ModelShapes, tokens_per_step: int, sequence: int, causal:
     utilisation figures do.
     """
     context = (sequence + 1) / 2 if causal else sequence
-    attention = 2 * 2 * config.num_attention_heads * config.head_size * context  # scores, then values
+    heads = config.head_size + getattr(config, "v_head_dim", config.head_size)  # scores, then values
+    attention = 2 * config.num_attention_heads * heads * context
     per_token = 2 * matrix_elements(config) + config.num_layers * attention
     return float(FORWARD_AND_BACKWARD * tokens_per_step * per_token)
 
 
-def matrix_elements(config: ModelShapes) -> int:
-    """Elements of all matrices that a token is multiplied with; a tied output layer counts, look-up tables do not."""
-    total = 0
+def matrix_elements(config: ModelShapes) -> float:
+    """Elements of all matrices that a token is multiplied with; a tied output layer counts, look-up tables do not.
+
+    Of experts a token meets those that it visits.
+    """
+    total = 0.0
+    visited: Callable[[str], float] = getattr(config, "visited", lambda pattern: 1.0)
     for rule in config.layout(config.vocab_size).rules:
         if rule.pattern in LOOKUPS or len(rule.shape) < 2:
             continue
         if len(rule.shape) > 2:
             raise ValueError(f"how many of {rule.pattern} {rule.shape} one token meets does not follow from its shape")
-        total += prod(rule.shape) * (config.num_layers if rule.pattern.startswith("layers.*") else 1)
+        blocks = config.num_layers if rule.pattern.startswith("layers.*") else 1
+        total += prod(rule.shape) * visited(rule.pattern) * blocks
     return total
 
 

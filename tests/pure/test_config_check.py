@@ -8,7 +8,8 @@ import time
 
 import pytest
 
-from isotron.config.check import RULES, broken, check, finish
+from isotron.config.catalogue import catalogue
+from isotron.config.check import FIRST, RULES, broken, check, finish
 from isotron.config.load import load
 from isotron.config.rules import RANGES, Facts, flag, nearest_divisor
 from isotron.config.schema import RunConfig, value
@@ -61,6 +62,12 @@ BOTH_SIDES: dict[str, tuple[str, str, dict]] = {
                        "--num-experts 4 --moe-router-load-balancing-type sinkhorn", {}),
     "whole sequences for experts": ("--num-experts 4 --cp 2 --moe-expert-capacity-factor 1.0", "--num-experts 4 --cp 2",
                                     {}),
+    "kernels that can drop": ("--attention-backend flash --attention-dropout 0.1",
+                              "--attention-backend unfused --attention-dropout 0.1", {}),
+    "predictions untie": ("--family deepseek_v3 --mtp-num-layers 1 --tie-embeddings",
+                          "--family deepseek_v3 --mtp-num-layers 1", {}),
+    "predictions see whole rows": ("--family deepseek_v3 --mtp-num-layers 1 --cp 2",
+                                   "--family deepseek_v3 --mtp-num-layers 1", {}),
     "layers per stage": ("--pp 2 --layers-per-stage 1,2", "--pp 2 --layers-per-stage 4,0", {}),
     "one way to deal layers": ("--pp 2 --layers-per-stage 1,3 --first-stage-layers 1",
                                "--pp 2 --first-stage-layers 1", {}),
@@ -95,6 +102,13 @@ BOTH_SIDES: dict[str, tuple[str, str, dict]] = {
     "some data": ("--no-mock-data", "--no-mock-data --data-path corpus", {}),
     "data files": ("--no-mock-data --data-path 0.5 corpus 0.5 corpse",
                    "--no-mock-data --data-path 0.5 corpus 0.5 plain", {}),
+    "batch ramp": ("--rampup-batch-size 3,2,100 --global-batch-size 8",
+                   "--rampup-batch-size 4,2,100 --global-batch-size 8", {}),
+    "several validation sets": ("--multiple-validation-sets", "--multiple-validation-sets --no-mock-data "
+                                "--data-path corpus --valid-data-path corpus", {}),
+    "ranges of samples": ("--skip-samples 9-3", "--skip-samples 3-9 20-20", {}),
+    "tokens of fill-in-the-middle": ("--fim-rate 0.5 --fim-token-ids 1,2", "--fim-rate 0.5 --fim-token-ids 1,2,3", {}),
+    "packed rows": ("--pack-documents", "--pack-documents --no-mock-data --data-path corpus", {}),
     "split": ("--split 969,-1", "--split 90,10", {}),
     "words of parameter groups": ("--param-groups embed.*:lr=2", "--param-groups embed.*:lr_mult=2,optimizer=lion", {}),
     "muP": ("--mup-base-hidden-size 64 --optimizer sgd", "--mup-base-hidden-size 64 --optimizer muon", {}),
@@ -127,6 +141,9 @@ def names_broken(line, extra):
     found = broken(config, facts_of(extra))
     if any(r.broken(config, facts_of(extra)) for r in RANGES):
         return set(), found
+    first = {r.name for r in FIRST[len(RANGES) :] if r.broken(config, facts_of(extra))}
+    if first:
+        return first, found
     finished = finish(config, extra.get("world_size"), extra.get("device_count", 0), extra.get("tokenizer_vocab", 0))
     return {r.name for r in RULES if r.broken(finished, facts_of(extra))}, found
 
@@ -172,9 +189,11 @@ def test_every_message_names_options_and_a_value_that_works(name):
 def test_ranges(rule):
     (leaf,) = rule.leaves
     flag = "--" + leaf.replace("_", "-")
-    _, (problem,) = names_broken(f"{flag} -2", {})
+    families = catalogue()[leaf].families
+    whose = "" if not families or "llama" in families else f"--family {families[0]} "
+    _, (problem,) = names_broken(f"{whose}{flag} -2", {})
     assert problem.asked.startswith(f"{flag} -2") and leaf in problem.case and problem.fix.startswith(flag)
-    config = load(shlex.split(f"{BASE} {flag} -2 {problem.fix}"))[0]
+    config = load(shlex.split(f"{BASE} {whose}{flag} -2 {problem.fix}"))[0]
     assert not rule.broken(config, Facts())
 
 

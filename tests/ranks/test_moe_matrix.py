@@ -59,7 +59,7 @@ def test_full_product(ranks: Callable[..., list[Any]], choice: Choice) -> None:
 
 def test_the_matrix_sees_every_kind_of_term() -> None:
     reported = {name.partition("/")[0] for m in MODELS.values() for step in reference(m).aux for name in step}
-    assert reported == {"balance", "z", "max_load", "tokens_per_expert", "dropped"}
+    assert reported == {"balance", "z", "max_load", "tokens_per_expert", "dropped", "mtp"}
     assert all(reference(m).aux[0]["dropped/1"] > 0 for m in MODELS.values() if m.moe_expert_capacity_factor)
 
 

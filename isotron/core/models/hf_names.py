@@ -12,11 +12,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Run:
-    """`count` rows of their tensor `theirs`, from row `first` on."""
+    """`count` rows of their tensor `theirs`, from row `first` on, every `step`-th."""
 
     theirs: str
     first: int
     count: int
+    step: int = 1
+
+    def rows(self, start: int, count: int) -> slice:
+        """Where `count` rows of this run are in their tensor, `start` rows after its first."""
+        first = self.first + start * self.step
+        return slice(first, first + (count - 1) * self.step + 1, self.step)
 
 
 @dataclass(frozen=True)
@@ -53,4 +59,13 @@ def interleaved(ours: str, theirs: str, groups: int, sections: Sequence[int]) ->
         for start, rows in zip(starts, sections, strict=True)
         for g in range(groups)
     )
+    return Mapped(ours, tuple(runs))
+
+
+def with_pairs(ours: str, theirs: str, groups: int, plain: int, turned: int) -> Mapped:
+    """Theirs ends each of `groups` groups of rows with `turned` rows as neighbouring pairs; ours has halves there."""
+    width, runs = plain + turned, []
+    for first in range(0, groups * width, width):
+        runs += [Run(theirs, first, plain)] if plain else []
+        runs += [Run(theirs, first + plain + odd, turned // 2, 2) for odd in (0, 1)]
     return Mapped(ours, tuple(runs))

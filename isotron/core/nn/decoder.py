@@ -45,6 +45,8 @@ class Decoder(nn.Module):
     dropout: nn.Module
     norm: nn.Module
     head: Head
+    mtp_embed: nn.Module
+    mtp: nn.Module
 
     def __init__(
         self,
@@ -60,6 +62,12 @@ class Decoder(nn.Module):
         self._context = context
         self.recompute, self.recompute_layers = "none", 1
         self.sequence_weight = 0.0  # with which a term counted over sequences enters the loss
+
+    def add_ends(self, ends: Mapping[str, nn.Module]) -> None:
+        """Further modules before or after the blocks."""
+        self.ends |= frozenset(ends)
+        for name, module in ends.items():
+            self.add_module(name, module)
 
     @property
     def is_first(self) -> bool:
@@ -102,7 +110,12 @@ class Decoder(nn.Module):
         x = self.hidden(batch, boundary, terms)
         if not self.is_last:
             return {"hidden": x}, terms
-        loss = self.head(self.norm(x), batch.labels, batch.loss_mask, weight)
+        x = self.norm(x)
+        loss = self.head(x, batch.labels, batch.loss_mask, weight)
+        if "mtp" in self.ends and self.training:
+            ctx = self._context(batch, x.dtype)
+            ctx.terms, ctx.sequence_weight = terms, self.sequence_weight
+            self.mtp(x, batch, ctx, weight, self.mtp_embed, self.head)
         return {}, {"loss": (loss, weight), **terms}
 
     def logits(self, batch: Batch, boundary: Boundary) -> tuple[Boundary, Tensor | None]:

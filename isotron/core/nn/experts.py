@@ -111,6 +111,8 @@ def _weight_gradient(sink: GradSink | None, like: Tensor, dy_NO: Tensor, x_NI: T
         _outer(dy_NO, x_NI, groups, out.view(shape), fresh=True)
         return out
 
+    dy_NO, x_NI = dy_NO.detach(), x_NI.detach()  # put off, it runs where gradients are recorded
+
     def deliver() -> None:
         _outer(dy_NO, x_NI, groups, sink.buffer.view(shape), sink.fresh)
         sink.written()

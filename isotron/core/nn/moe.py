@@ -56,9 +56,14 @@ class MoE(nn.Module):
         return y if self.shared_gate is None else torch.sigmoid(self.shared_gate(x_BSD)) * y
 
 
-def expert_block(cfg: Any, layer: int, attention: nn.Module, gate: Gate | None = None, bias: bool = False) -> Any:
-    """A pre-norm block with RMSNorm: of a model that has experts in some blocks and a gated MLP in the others."""
-    d, name = cfg.hidden_size, f"layers.{layer}"
+def expert_block(
+    cfg: Any, layer: int, attention: Any, gate: Gate | None = None, bias: bool = False, name: str = ""
+) -> PreNormBlock:
+    """A pre-norm block with RMSNorm: of a model that has experts in some blocks and a gated MLP in the others.
+
+    `name`: of a block like number `layer` that stands elsewhere.
+    """
+    d, name = cfg.hidden_size, name or f"layers.{layer}"
     norms = RMSNorm(d, cfg.norm_epsilon), RMSNorm(d, cfg.norm_epsilon)
     if cfg.has_experts(layer):
         return ExpertBlock(norms, attention, MoE(cfg, d, name, gate, bias), cfg.hidden_dropout, name)

@@ -92,6 +92,10 @@ class MoEConfig:
     @property
     def aux_terms(self) -> dict[str, int]:
         """Names and sizes of what the blocks with experts report in training, summed over all tokens of a step."""
+        return self.terms_of([f"layers.{i}" for i in self.moe_layers])
+
+    def terms_of(self, blocks: Sequence[str]) -> dict[str, int]:
+        """The same for the named blocks."""
         balanced = self.moe_router_load_balancing_type in ("sequence", "global", "batch")
         asked = {
             "load": self.num_experts,
@@ -99,7 +103,7 @@ class MoEConfig:
             "z": int(self.moe_z_loss_coeff != 0),
             "dropped": int(self.moe_expert_capacity_factor != 0),
         }
-        return {f"{what}/layers.{i}": n for i in self.moe_layers for what, n in asked.items() if n}
+        return {f"{what}/{block}": n for block in blocks for what, n in asked.items() if n}
 
     def visited(self, pattern: str) -> float:
         """The part of a matrix that one token is multiplied with."""

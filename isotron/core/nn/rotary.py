@@ -31,8 +31,8 @@ def rotary_decoder(
     """Blocks with the embedding on the first stage, and the final norm and the head on the last one."""
 
     def context(batch: Batch, dtype: torch.dtype) -> Context:
-        longest = cfg.max_position_embeddings
-        angles = stretched_angles(batch.positions, cfg, cfg.head_size, longest, dtype, lambda: batch.longest)
+        longest, turned = cfg.max_position_embeddings, getattr(cfg, "rope_size", cfg.head_size)
+        angles = stretched_angles(batch.positions, cfg, turned, longest, dtype, lambda: batch.longest)
         return Context(batch, angles)
 
     ends: dict[str, nn.Module] = {}

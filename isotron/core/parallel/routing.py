@@ -36,10 +36,12 @@ def _summed(
         return {}
     flat = torch.zeros(sum(sizes.values()), dtype=torch.float64, device=model.device)
     parts = dict(zip(sizes, flat.split(list(sizes.values())), strict=True))
-    if model.layout.sequence_parallel or model.mesh.coordinate["tp"] == 0:
-        for name, part in parts.items():
-            if name in terms:
-                part.copy_(terms[name].reshape(-1))
+    first = model.mesh.coordinate["tp"] == 0
+    for name, part in parts.items():
+        # the output layer sees whole sequences on every rank, a router the rank's part
+        counts = first or (model.layout.sequence_parallel and not name.startswith("mtp/"))
+        if name in terms and counts:
+            part.copy_(terms[name].reshape(-1))
     comm.all_reduce(flat, group)
     return parts
 
@@ -51,7 +53,7 @@ def count_visits(model: ParallelModel, batches: Sequence[Batch]) -> None:
         return
     terms = model.forward_only(batches)
     sizes = {f"load/{r.name}": r.cfg.num_experts for r in globally}
-    summed = _summed(model, terms, sizes, model.mesh.group("tp", "cp", "dp"))
+    summed = _summed(model, terms, sizes, model.mesh.group_of(model.mesh.ranks_along("tp", "cp", "dp")))
     for r in globally:
         load = summed[f"load/{r.name}"]
         r.balance.frequencies_E = load / load.sum()

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from isotron.core.layout import Placed, Rule, Table, shard
 from isotron.core.mesh import Mesh
+from isotron.core.nn.attention import Causal
 from isotron.core.nn.block import PreNormBlock
 from isotron.core.nn.decoder import Decoder
 from isotron.core.nn.dropout import Dropout
@@ -23,6 +24,7 @@ from isotron.core.nn.router import Router
 from isotron.core.parallel.buckets import partial_rule
 from isotron.core.parallel.context import fill_context
 from isotron.core.parallel.data import Flat
+from isotron.core.parallel.expert import fill_experts
 from isotron.core.parallel.plan import Layout
 from isotron.core.parallel.tensor import fill_sockets
 from isotron.core.random import normal_pieces
@@ -89,6 +91,7 @@ def build_stage(
     known = placed if beside is None else {**beside.placed, **placed}
     fill_sockets(module, {**placed, **_aliases(known, tied)}, mesh.group("tp"), layout.sequence_parallel)
     fill_context(module, layout, mesh)
+    fill_experts(module, layout, mesh)
     _set_policies(module, layout, seed)
     flat = _flatten(module, placed, tied, first, last, layout, mesh)
     sequence_split = layout.tp if layout.sequence_parallel else 1
@@ -139,6 +142,8 @@ def _set_policies(module: Decoder, layout: Layout, seed: int) -> None:
     for layer in module.modules():
         if isinstance(layer, (Dropout, Router)):
             layer.seed = seed
+        if isinstance(layer, Causal):
+            layer.backend = layout.attention_backend
         if isinstance(layer, PreNormBlock):
             layer.set_recompute(layout.recompute == "selective")
 

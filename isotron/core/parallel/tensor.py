@@ -23,13 +23,11 @@ from isotron.core import comm
 from isotron.core.layout import Placed
 from isotron.core.mesh import Group
 from isotron.core.nn.attention import Attention
-from isotron.core.nn.dispatch import Local
 from isotron.core.nn.dropout import Dropout
 from isotron.core.nn.embedding import Embedding, Positions
 from isotron.core.nn.linear import Linear
 from isotron.core.nn.loss import Head
-from isotron.core.nn.moe import MoE
-from isotron.core.nn.router import Router
+from isotron.core.nn.mla import LatentAttention
 
 
 @dataclass(frozen=True)
@@ -96,35 +94,6 @@ class SplitVocab:
         return comm.all_gather(x[None], self.group, 0)
 
 
-@dataclass(frozen=True)
-class SplitSequence:
-    """The socket of a router whose ranks hold parts of the same sequences."""
-
-    group: Group
-
-    @property
-    def index(self) -> int:
-        """Which part this rank holds."""
-        return self.group.index
-
-    @property
-    def size(self) -> int:
-        """Parts of a sequence."""
-        return self.group.size
-
-    def sum(self, x: Tensor) -> Tensor:
-        """The sum over the ranks, in a tensor of its own."""
-        return comm.all_reduce(x.detach().clone(), self.group)
-
-    def whole(self, x: Tensor) -> Tensor:
-        """Every rank's part of dimension 1, in order."""
-        return comm.all_gather(x.detach(), self.group, 1)
-
-    def own(self, x: Tensor) -> Tensor:
-        """This rank's part of dimension 1."""
-        return x.chunk(self.group.size, 1)[self.group.index]
-
-
 def fill_sockets(module: nn.Module, placed: dict[str, Placed], group: Group, sequence_parallel: bool) -> None:
     """Give every layer of a stage the policies that its weight's placement asks for. `placed` is keyed by local
     name.
@@ -147,13 +116,9 @@ def fill_sockets(module: nn.Module, placed: dict[str, Placed], group: Group, seq
                 first, layer.real = _held_rows(here)
                 layer.enter = enter
                 layer.vocab = SplitVocab(group, first) if split_up else None
-            case MoE() if split_up:
-                layer.dispatcher = Local(enter, leave)
-            case Router() if split_up and sequence_parallel:
-                layer.sequence = SplitSequence(group)
             case Positions():
                 layer.sequence = part
-            case Attention():
+            case Attention() | LatentAttention():
                 layer.core.dropout.heads = (group.index, group.size)
             case Dropout():
                 layer.sequence = part

@@ -1,0 +1,132 @@
+"""Models with experts and latent attention as a whole: generation, recompute in 16 bits, files, grouped products."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from isotron.config.schema import PRESETS
+from isotron.core.batch import Batch
+from isotron.core.layout import whole as everything
+from isotron.core.mesh import Mesh
+from isotron.core.models.deepseek_v3_config import DeepseekV3Config
+from isotron.core.nn import experts
+from isotron.core.nn.mtp import ahead
+from isotron.core.parallel.model import ParallelModel
+from isotron.core.parallel.plan import Layout
+from isotron.core.parallel.routing import sum_aux
+from isotron.hub.live import from_hf, stream, to_hf
+from isotron.hub.reader import HFSource
+from isotron.inference.config import Ending, EngineConfig, Wish
+from isotron.train.verify import Case, microbatches, randomise
+from tests.generation import twin_engine
+from tests.hf_twins import save
+
+PROMPTS = [[(7 * i * i + j) % 131 for i in range(1, n)] for j, n in enumerate((40, 3, 21))]
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe", "deepseek_v2", "deepseek_v3"])
+def test_greedy_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    theirs, engine = twin_engine(name, tmp_path, EngineConfig(page=8, chunk=16))
+    for prompt, (row,) in zip(PROMPTS, engine.answer(PROMPTS, Wish(ending=Ending(8))), strict=True):
+        ids = torch.tensor([prompt])
+        alone = theirs.generate(
+            input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False, pad_token_id=0,
+            eos_token_id=None, output_logits=True, return_dict_in_generate=True,
+        )  # fmt: skip
+        assert row.new == alone.sequences[0, len(prompt) :].tolist()
+        own = torch.log_softmax(torch.cat(alone.logits).double(), -1)
+        assert row.logprobs == pytest.approx([float(own[i, t]) for i, t in enumerate(row.new)], abs=1e-5)
+
+
+def tiny(**layout: Any) -> tuple[ParallelModel, Case]:
+    cfg = replace(PRESETS["deepseek-v3-tiny"], vocab_size=131, max_position_embeddings=16, mtp_num_layers=1)
+    case = Case(cfg, Layout(dp=1, make_vocab_size_divisible_by=1, **layout), sequence=16, micro_batch=2, global_batch=4)
+    model = ParallelModel(cfg, case.layout, Mesh(), torch.bfloat16, torch.device("cpu"), 1)
+    randomise(model, 3)
+    return model, case
+
+
+def test_recompute_in_16_bits_routes_alike() -> None:
+    found = []
+    for mode in ("none", "selective", "full"):
+        model, case = tiny(recompute=mode)
+        aux = sum_aux(model, model.forward_backward(microbatches(case, 0, model.mesh.group("dp")), 1e-2))
+        (stage,) = model.stages.values()
+        found.append((aux, stage.flat.grads.clone()))
+    for aux, gradients in found[1:]:
+        assert all(torch.equal(aux[name], found[0][0][name]) for name in found[0][0])
+        assert torch.equal(gradients, found[0][1])
+
+
+def test_a_bias_stays_float32_in_files(tmp_path: Path) -> None:
+    model, _ = tiny()
+    to_hf(model, tmp_path / "there")
+    names = {name: t.dtype for name, t in stream(model)}
+    biases = [n for n in names if n.endswith("e_score_correction_bias")]
+    assert len(biases) == 4 and all(names[n] is torch.float32 for n in biases)
+    back = from_hf(tmp_path / "there", Layout(dp=1, make_vocab_size_divisible_by=1))
+    assert back.dtype is torch.bfloat16 and back.config.mtp_num_layers == 1
+    for (name, a), (other, b) in zip(stream(model), stream(back), strict=True):
+        assert name == other and torch.equal(a, b)
+
+
+def test_each_expert_keeps_its_number(tmp_path: Path) -> None:
+    twin = save("mixtral", tmp_path)
+    source = HFSource(tmp_path)
+    theirs = dict(twin.named_parameters())
+    for i in range(3):
+        whole = torch.empty(source.shapes[f"layers.{i}.mlp.experts.gate_up.weight"])
+        source.read(f"layers.{i}.mlp.experts.gate_up.weight", everything(tuple(whole.shape)), whole)
+        assert torch.equal(whole, theirs[f"model.layers.{i}.mlp.experts.gate_up_proj"].flatten(0, 1))
+
+
+def test_one_grouped_product_is_one_product_per_expert(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts, found = torch.tensor([5, 0, 9, 2]), []
+    for grouped in (False, True):
+        monkeypatch.setattr(experts, "has_grouped_matmul", lambda *_, grouped=grouped: grouped)
+        generator = torch.Generator().manual_seed(1)
+        layer = experts.Experts(4, 16, 8)
+        for p in layer.parameters():
+            p.data = torch.randn(p.shape, generator=generator)
+        x = torch.randn(16, 16, generator=generator).requires_grad_()
+        weight = torch.rand(16, generator=generator).requires_grad_()
+        y = layer(x, weight, counts)
+        y.square().sum().backward()
+        found.append([y.detach(), x.grad, weight.grad, *(p.grad for p in layer.parameters())])
+    for a, b in zip(*found, strict=True):
+        assert torch.allclose(a, b, rtol=1e-5, atol=1e-5 * float(a.abs().max()))
+
+
+def test_tokens_further_ahead() -> None:
+    row = torch.arange(6)[None]
+    docs = torch.tensor([[0, 0, 0, 1, 1]])
+    batch = Batch(row[:, :-1], row[:, 1:], torch.ones(1, 5), row[:, :-1], torch.tensor([0]), docs)
+    ids, labels, mask = ahead(batch, 0)
+    assert ids[0].tolist() == [1, 2, 3, 4, 5] and labels[0, :4].tolist() == [2, 3, 4, 5]
+    assert mask[0].tolist() == [1, 1, 0, 1, 0]  # position 2 would predict the second word of another document
+    ids, labels, mask = ahead(replace(batch, doc_ids=None), 1)
+    assert ids[0, :4].tolist() == [2, 3, 4, 5] and labels[0, :3].tolist() == [3, 4, 5]
+    assert mask[0].tolist() == [1, 1, 1, 0, 0]
+
+
+def test_predictions_train_the_shared_embedding() -> None:
+    with_loss, without = (gradient_of_embedding(n) for n in (1, 0))
+    assert not torch.allclose(with_loss, without)
+
+
+def gradient_of_embedding(depths: int) -> torch.Tensor:
+    cfg: DeepseekV3Config = replace(
+        PRESETS["deepseek-v3-tiny"], vocab_size=131, max_position_embeddings=16, mtp_num_layers=depths
+    )
+    layout = Layout(dp=1, make_vocab_size_divisible_by=1)
+    case = Case(cfg, layout, sequence=16, micro_batch=2, global_batch=2)
+    model = ParallelModel(cfg, layout, Mesh(), torch.float64, torch.device("cpu"), 1)
+    randomise(model, 3)
+    model.forward_backward(microbatches(case, 0, model.mesh.group("dp")), 1e-2)
+    (stage,) = model.stages.values()
+    return stage.flat.sinks["embed.weight"].buffer.clone()
