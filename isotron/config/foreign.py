@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from isotron.config.schema import RunConfig, changed, to_dict
-from isotron.hub.folder import Folder
+from isotron.hub.foreign import foreign_model
 
 # section -> the leaves of it, or all of them
 _BEGUN = {
@@ -26,9 +26,10 @@ def saved_run(model: Any, dtype: str, tokenizer: str) -> dict[str, dict[str, Any
     return to_dict(changed(config, seq_length=min(config.data.seq_length, longest or config.data.seq_length)))
 
 
-def folder_run(folder: Folder) -> Mapping[str, Mapping[str, Any]]:
-    """What `--load` of a Hugging Face directory fixes: model, dtype, tokenizer, and a sequence length that fits."""
-    return begun(saved_run(folder.model, folder.dtype, str(folder.path) if has_tokenizer(folder.path) else ""))
+def foreign_run(path: str | Path) -> Mapping[str, Mapping[str, Any]]:
+    """What `--load` of a foreign checkpoint fixes: model, dtype, tokenizer, and a sequence length that fits."""
+    model, dtype, place = foreign_model(path)
+    return begun(saved_run(model, dtype, str(place) if place is not None and has_tokenizer(place) else ""))
 
 
 def begun(tree: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:

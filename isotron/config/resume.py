@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from isotron.config.foreign import begun, folder_run
+from isotron.config.foreign import begun, foreign_run
 from isotron.core.errors import refuse
 
 
@@ -30,7 +30,7 @@ class Found:
 
 
 def find_checkpoint(load: str, save: str, log: Callable[[str], None] = print) -> Found:
-    """The checkpoint that `--load` names: a run, a step, a Hugging Face directory or ORG/NAME of the hub.
+    """The checkpoint that `--load` names: a run, a step, or one of another format (Hugging Face, the hub, Megatron).
 
     `Found()` when a new run may start.
     """
@@ -67,12 +67,12 @@ def find_checkpoint(load: str, save: str, log: Callable[[str], None] = print) ->
 
 
 def _foreign(load: str, save: str) -> Found | None:
-    """A Hugging Face directory; None when `load` is something else."""
-    from isotron.hub.folder import is_folder, open_folder
+    """A Hugging Face directory or a Megatron checkpoint; None when `load` is something else."""
+    from isotron.hub.foreign import is_foreign
     from isotron.hub.locate import is_hub_name, local_path
 
     if os.path.realpath(load) != os.path.realpath(save or "") and is_hub_name(load):
         load = str(local_path(load))
-    if not is_folder(load):
+    if not is_foreign(load):
         return None
-    return Found(load, folder_run(open_folder(load)), 0, weights_only=True)
+    return Found(load, foreign_run(load), 0, weights_only=True)

@@ -17,6 +17,8 @@ from isotron.core.errors import refuse
 from isotron.core.layout import Box, Ints
 from isotron.hub.families import model_from_dict
 from isotron.hub.folder import Folder, companions, is_folder, open_folder
+from isotron.hub.megatron.ask import is_megatron
+from isotron.hub.megatron.source import MegatronSource
 from isotron.hub.reader import HFSource
 
 ORIGIN = "hf"  # where a checkpoint keeps the config.json and other files that its model came with
@@ -42,11 +44,16 @@ class Opened:
     close: Callable[[], None]
 
 
-def open_model(path: str | Path) -> Opened:
-    """A Hugging Face directory, a run, or a step directory."""
+def open_model(path: str | Path, vocab_size: int = 0) -> Opened:
+    """A Hugging Face directory, a Megatron checkpoint, a run, or a step directory.
+
+    `vocab_size`: real entries of a Megatron vocabulary that is padded; 0 means what its arguments say.
+    """
     where = Path(path).expanduser()
     if is_folder(where):
         return _open_folder(open_folder(where))
+    if is_megatron(where):
+        return _open_megatron(where, vocab_size)
     step = find(where, lambda line: None) if where.is_dir() else None
     if step is None:
         case = "it is neither a checkpoint nor a Hugging Face directory (config.json with model.safetensors)"
@@ -60,6 +67,15 @@ def _open_folder(folder: Folder) -> Opened:
     return Opened(
         folder.path, folder.model, source, folder.dtype, folder.values, {}, tuple(companions(folder.path)), files, 0,
         source.close,
+    )  # fmt: skip
+
+
+def _open_megatron(where: Path, vocab_size: int) -> Opened:
+    source = MegatronSource(where, vocab_size)
+    step = source.scanned.path
+    return Opened(
+        step, source.model, source, source.dtype, None, {}, tuple(companions(where)), source.files,
+        source.scanned.iteration, source.close,
     )  # fmt: skip
 
 

@@ -17,8 +17,8 @@ from isotron.core.checkpoint.weights import load_masters, load_weights
 from isotron.core.device import dtype_of
 from isotron.core.optim.build import make_optimizer
 from isotron.hub.folder import CONFIG, companions, is_folder
+from isotron.hub.foreign import foreign_source, is_foreign
 from isotron.hub.opened import ORIGIN
-from isotron.hub.reader import HFSource
 from isotron.train.state import TrainState
 
 
@@ -28,11 +28,11 @@ def is_weights_only(step: Path) -> bool:
 
 
 def begin(state: TrainState, path: Path, say: Callable[[str], None]) -> None:
-    """Take the weights of a Hugging Face directory or of a step; every rank calls it."""
+    """Take the weights of a foreign checkpoint or of a step; every rank calls it."""
 
     def read() -> None:
-        if is_folder(path):
-            foreign = HFSource(path, check_head=state.ranks.rank == 0)
+        if is_foreign(path):
+            foreign = foreign_source(path, check_head=state.ranks.rank == 0)
             load_weights(state.model, foreign)
             foreign.close()
             return

@@ -1,0 +1,164 @@
+"""Megatron's checkpoints read: numbers against its own logits, hostile and broken files, the confined process.
+
+megatron-core 0.16.1 wrote the fixtures at TP 2 x PP 2 (tests/megatron_oracle.py), with the logits it computed.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+import zipfile
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from isotron.commands.convert import run_meta
+from isotron.core.checkpoint.weights import load_weights
+from isotron.core.errors import Refused
+from isotron.core.mesh import Mesh
+from isotron.core.parallel.model import ParallelModel
+from isotron.core.parallel.plan import Layout
+from isotron.hub.compare import _batch
+from isotron.hub.convert import convert
+from isotron.hub.megatron.args import read_config
+from isotron.hub.megatron.ask import is_megatron, scan, step_directory
+from isotron.hub.megatron.source import MegatronSource
+from isotron.hub.opened import open_model
+
+ROOT = Path(__file__).resolve().parents[2]
+FIXTURES = ROOT / "tests" / "fixtures"
+
+
+def our_logits(path: Path) -> torch.Tensor:
+    """Of the tokens that tests/megatron_oracle.py gives its model."""
+    opened = open_model(path)
+    model = ParallelModel(opened.model, Layout(dp=1), Mesh(), torch.float32, torch.device("cpu"), 0)
+    load_weights(model, opened.source)
+    (stage,) = model.stages.values()
+    module: Any = stage.module.eval()
+    with torch.no_grad():
+        _, found = module.logits(_batch(torch.arange(40)[None] * 7 % 131), {})
+    return found[..., :131]
+
+
+@pytest.mark.parametrize("name", ["llama", "llama/legacy", "gpt"])
+def test_logits_are_megatrons(name: str) -> None:
+    directory = FIXTURES / f"megatron-{name}"
+    wanted = torch.from_numpy(np.load(FIXTURES / f"megatron-{name.split('/')[0]}" / "logits.npy"))[..., :131]
+    assert (our_logits(directory) - wanted).abs().max() < 1e-5 * wanted.abs().max()
+    if sys.platform.startswith("linux"):
+        assert "limits" in scan(step_directory(directory).resolve()).guards
+
+
+def test_converted_to_ours_and_to_hugging_face(tmp_path: Path) -> None:
+    for to in ("isotron", "hf"):
+        done = convert(FIXTURES / "megatron-llama", tmp_path / to, to, run_meta)
+        assert done.family == "llama" and done.tensors > 10
+        assert torch.equal(our_logits(tmp_path / to), our_logits(FIXTURES / "megatron-llama"))
+
+
+def broken(tmp_path: Path, **files: Any) -> Path:
+    """A copy of a fixture with some files replaced."""
+    shutil.copytree(FIXTURES / "megatron-llama" / "iter_0000005", tmp_path / "m")
+    for name, content in files.items():
+        (tmp_path / "m" / name.replace("_", ".", 1)).write_bytes(content)
+    return tmp_path / "m"
+
+
+class Hostile:
+    def __reduce__(self) -> Any:
+        return os.system, ("touch pwned",)
+
+
+def archive(value: Any) -> bytes:
+    data = io.BytesIO()
+    with zipfile.ZipFile(data, "w") as z:
+        z.writestr("archive/data.pkl", pickle.dumps(value, 2))
+    return data.getvalue()
+
+
+def test_a_pickle_that_names_something_else_is_refused_and_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    where = broken(tmp_path, common_pt=archive({"args": Hostile()}))
+    with pytest.raises(Refused, match=r"(posix|nt).system, which no checkpoint needs"):
+        MegatronSource(where)
+    (where / ".metadata").write_bytes(pickle.dumps({"state": Hostile()}))
+    scan.cache_clear()
+    with pytest.raises(Refused, match="nothing of it was run"):
+        MegatronSource(where)
+    assert not (tmp_path / "pwned").exists()
+
+
+def test_broken_checkpoints(tmp_path: Path) -> None:
+    where = broken(tmp_path)
+    file = next(where.glob("*.distcp"))
+    whole = file.read_bytes()
+    file.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(Refused, match="cannot be read"):
+        MegatronSource(where)
+    file.write_bytes(whole)
+    (where / "common.pt").write_bytes(archive({"iteration": 5}))
+    scan.cache_clear()
+    with pytest.raises(Refused, match="keeps no arguments of the run"):
+        MegatronSource(where)
+    args = dict(vars(Namespace(**scan(step_directory(FIXTURES / "megatron-llama").resolve()).args)))
+    (where / "common.pt").write_bytes(archive({"args": Namespace(**{**args, "num_layers": 3, "ffn_hidden_size": 20})}))
+    scan.cache_clear()
+    with pytest.raises(Refused) as refused:
+        MegatronSource(where)
+    assert "6 tensors are missing: decoder.layers.2" in str(refused.value)
+    assert "the arguments say [40, 16]" in str(refused.value)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
+    assert is_megatron(tmp_path)
+    with pytest.raises(Refused, match="no checkpoint in iter_0000007"):
+        MegatronSource(tmp_path)
+
+
+def test_arguments_without_counterpart_are_refused_at_once() -> None:
+    args = scan(step_directory(FIXTURES / "megatron-llama").resolve()).args
+    strange = {**args, "num_experts": 8, "rotary_interleaved": True, "position_embedding_type": "mrope"}
+    with pytest.raises(Refused) as refused:
+        read_config(strange, "it")
+    for part in ("num_experts is 8", "rotary_interleaved is True", "position_embedding_type is 'mrope'"):
+        assert part in str(refused.value)
+    with pytest.raises(Refused, match="the blocks of no family"):
+        read_config({**args, "add_bias_linear": True}, "it")
+
+
+PROBE = """
+import os, socket, sys
+sys.path.insert(0, sys.argv[1])
+from isotron.hub.megatron.confine import confine
+found = confine()
+def tried(what):
+    try:
+        what()
+    except OSError as error:
+        return type(error).__name__
+    return "done"
+print(found, tried(lambda: open(sys.argv[2], "w").write("x")), tried(lambda: socket.socket()),
+      tried(os.fork), tried(lambda: os.unlink(sys.argv[1] + "/README.md")),
+      tried(lambda: open(sys.argv[1] + "/README.md").read()))
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the filter of system calls is Linux's")
+def test_a_confined_process_can_only_read(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("text")
+    (tmp_path / "isotron").symlink_to(ROOT / "isotron")
+    command = [sys.executable, "-I", "-c", PROBE, str(tmp_path), str(tmp_path / "new")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    if "calls" in done.stdout:  # the machine has such filters
+        assert done.stdout.split("] ")[1].split() == ["PermissionError"] * 4 + ["done"]
+    assert (tmp_path / "README.md").read_text() == "text" and not (tmp_path / "new").exists()
