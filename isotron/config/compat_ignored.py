@@ -29,7 +29,6 @@ IGNORED: dict[str, tuple[int, str]] = {
     "--moe-per-layer-logging": (0, "every layer's balance is in metrics.jsonl"),
     "--transformer-impl": (1, _ONE),
     "--use-mcore-models": (0, _ONE),
-    "--attention-backend": (1, "the attention kernel is picked by what the device can do"),
     "--use-flash-attn": (0, "flash attention is used where the device has it"),
     "--no-masked-softmax-fusion": (0, _FUSED),
     "--no-bias-gelu-fusion": (0, _FUSED),

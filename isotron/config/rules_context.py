@@ -1,4 +1,4 @@
-"""Rules on context parallelism: which sequences, heads and layers its ways of communicating can cut. PURE."""
+"""Rules on context parallelism and attention kernels: what can be cut how, and which kernel can do what. PURE."""
 
 from __future__ import annotations
 
@@ -66,6 +66,12 @@ def _unused_levels(c: RunConfig, f: Facts) -> Problem:
     return Problem(asked(c, "hierarchical_cp_sizes", "cp_comm_type"), case, "--cp-comm-type a2a+p2p, or without them")
 
 
+def _kernel_of_dropout(c: RunConfig, f: Facts) -> Problem:
+    case = "its kernels cannot drop attention probabilities by place, so that every layout drops the same"
+    given = asked(c, "attention_backend", "attention_dropout")
+    return Problem(given, case, "--attention-backend unfused, or --attention-dropout 0.0")
+
+
 _HEADS = ("cp", "cp_comm_type", "hierarchical_cp_sizes", "num_attention_heads", "tp")
 CONTEXT_RULES: tuple[Rule, ...] = (
     Rule("cp divides the sequence", ("cp", "seq_length"),
@@ -75,6 +81,9 @@ CONTEXT_RULES: tuple[Rule, ...] = (
          lambda c, f: c.layout.cp > 1 and c.model.num_attention_heads % c.layout.tp == 0
          and (c.model.num_attention_heads // c.layout.tp) % max(_inner(c), 1) != 0, _heads),
     Rule("levels of cp", ("cp", "cp_comm_type", "hierarchical_cp_sizes"), _levels_broken, _levels),
+    Rule("kernels that can drop", ("attention_backend", "attention_dropout"),
+         lambda c, f: c.layout.attention_backend in ("flash", "fused") and c.model.attention_dropout > 0,
+         _kernel_of_dropout),
     Rule("levels are used", ("cp_comm_type", "hierarchical_cp_sizes"),
          lambda c, f: bool(c.layout.hierarchical_cp_sizes) and "a2a+p2p" not in c.layout.cp_comm_type, _unused_levels),
 )  # fmt: skip

@@ -20,6 +20,7 @@ from isotron.core.checkpoint.disk import free_bytes
 from isotron.core.checkpoint.save import SPARE_BYTES
 from isotron.core.errors import refuse
 from isotron.core.mesh import AXES, Mesh
+from isotron.core.nn.attention import Causal
 from isotron.core.optim.build import make_optimizer, scale_initial
 from isotron.core.parallel.model import ParallelModel
 from isotron.core.parallel.plan import split_layers
@@ -34,6 +35,7 @@ from isotron.tokenizers.build import build_tokenizer
 from isotron.train.begin import begin, is_weights_only, origin_files
 from isotron.train.console import tell
 from isotron.train.faults import NEVER_SECONDS, PHASE_FACTOR, Deadline, FiniteGuard, StopSignal, Watchdog
+from isotron.train.feed import end_of
 from isotron.train.injector import Injector
 from isotron.train.judge import Judge
 from isotron.train.loop import Run, train
@@ -83,6 +85,8 @@ def _prepare(
 ) -> Run:
     say: Callable[[str], None] = tell if world.rank == 0 else lambda _: None
     tokenizer = _tokenizer(config)
+    for line in () if tokenizer is None else tokenizer.notes:
+        say(f"isotron: {line}")
     config = with_vocabulary(config, tokenizer)
     layout = config.layout
     mesh = Mesh(world.rank, tp=layout.tp, cp=layout.cp, dp=layout.dp, pp=layout.pp)
@@ -92,6 +96,8 @@ def _prepare(
     optimizer = make_optimizer(model, config.optim)
     state = TrainState(config, model, optimizer, LossScaler.for_run(config.train.dtype, config.optim))
     say(f"isotron: {model.count_parameters():,} parameters on {mesh.size} rank(s): {_describe(config)}")
+    for line in attention_kernels(model):
+        say(f"isotron: attention: {line}")
     if layout.pp > 1:
         say(f"isotron: layers per stage: {' '.join(map(str, layers_per_stage(config)))}")
     loaded = resume(state, say)
@@ -141,6 +147,13 @@ def _describe(config: RunConfig) -> str:
     cp = f", cp {layout.cp} ({' '.join(layout.cp_comm_type)})" if layout.cp > 1 else ""
     axes = f"tp {layout.tp}, pp {layout.pp}{cp}, dp {layout.dp}"
     return f"{axes}, {layout.schedule_name}, zero {int(layout.shards_optimizer)}, {config.train.dtype}"
+
+
+def attention_kernels(model: ParallelModel) -> list[str]:
+    """What computes attention on this rank, each kernel once."""
+    cores = [m for stage in model.stages.values() for m in stage.module.modules() if isinstance(m, Causal)]
+    size = model.config.head_size
+    return list(dict.fromkeys(core.chosen(model.dtype, model.device, size) for core in cores))
 
 
 def layers_per_stage(config: RunConfig) -> list[int]:
@@ -203,7 +216,7 @@ def resume(state: TrainState, say: Callable[[str], None]) -> Path | None:
 def needed_samples(state: TrainState) -> int:
     """Samples from the start of the data order to the end of this run; the global batch may have changed on the way."""
     train = state.config.train
-    return state.consumed_samples + max(0, train.train_iters - state.step) * train.global_batch_size
+    return end_of(train, state.consumed_samples, train.train_iters - state.step)
 
 
 def extended(segments: list[int], needed: int) -> list[int]:

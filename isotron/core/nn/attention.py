@@ -78,6 +78,14 @@ class Causal(nn.Module):
             raise refuse("--attention-backend flash", case, "--attention-backend auto")
         return flash or Explicit(scale)
 
+    def chosen(self, dtype: torch.dtype, device: torch.device, head_size: int) -> str:
+        """What computes attention in training, for a log: the back end that was asked for and the kernel it comes to."""
+        q = torch.empty(1, 1, 1, head_size, dtype=dtype, device=device)
+        drops = self.dropout.p > 0 or self.backend == "unfused"
+        kernel = None if drops else flash_for(q, 1.0)
+        name = "explicit probabilities" if kernel is None else f"torch's flash kernel on {device.type}"
+        return f"{self.backend}: {name}"
+
     def _explicit(self, q_BHSN: Tensor, k_BKTN: Tensor, v_BKTN: Tensor, sample_ids_B: Tensor) -> Tensor:
         repeat = q_BHSN.shape[1] // k_BKTN.shape[1]
         k, v = (x.repeat_interleave(repeat, dim=1) if repeat > 1 else x for x in (k_BKTN, v_BKTN))

@@ -73,6 +73,12 @@ class Layout:
     hierarchical_cp_sizes: tuple[int, ...] = option(
         (), "under a2a+p2p, ranks of an all-to-all and ranks of a ring; their product is cp"
     )
+    attention_backend: str = option(
+        "auto",
+        "attention kernels: auto (flash where nothing hinders it), flash, fused (any fused kernel of torch), unfused "
+        "(probabilities as tensors)",
+        choices=("auto", "flash", "fused", "unfused"),
+    )
     recompute: str = option(
         "none",
         "computed again in the backward: none, selective (norms, activations, probabilities), full (whole blocks)",
