@@ -58,6 +58,12 @@ VERBS: dict[str, Verb] = {
         "isotron.commands.generate:run",
         "isotron.commands.generate:help_text",
     ),
+    "serve": Verb(
+        "an OpenAI-compatible server for a trained model, with a chat page",
+        "isotron serve --load runs/first --port 8000",
+        "isotron.commands.serve:run",
+        "isotron.commands.serve:help_text",
+    ),
     "convert": Verb(
         "a model from or to Hugging Face's format, streamed and checked",
         "isotron convert runs/first my_model --to hf",
@@ -89,10 +95,16 @@ VERBS: dict[str, Verb] = {
         "isotron.commands.plan:help_text",
     ),
     "inspect": Verb(
-        "what a checkpoint holds, and whether its files are whole",
+        "what a checkpoint or a data set holds, and whether its files are whole",
         "isotron inspect runs/first --verify",
         "isotron.commands.inspect:run",
         "isotron.commands.inspect:help_text",
+    ),
+    "tokenizer": Verb(
+        "train a tokenizer on a corpus, or look at one",
+        "isotron tokenizer train --input corpus.jsonl --kind bpe --vocab-size 32000 --output my_tokenizer",
+        "isotron.commands.tokenizer:run",
+        "isotron.commands.tokenizer:help_text",
     ),
     "doctor": Verb(
         "what this machine has and can do",
@@ -103,10 +115,8 @@ VERBS: dict[str, Verb] = {
 }
 
 NOT_BUILT: dict[str, str] = {
-    "serve": "isotron generate --load DIR --prompt TEXT",
     "evaluate": "isotron train with --valid-data-path reports the loss on held-out data",
     "score": "isotron train with --valid-data-path reports the loss on held-out data",
-    "tokenizer": "isotron preprocess with a tokenizer's own files",
     "retrieval": "isotron train --family gpt",
 }
 

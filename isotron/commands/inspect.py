@@ -1,4 +1,4 @@
-"""`isotron inspect PATH`: what a checkpoint is, read from its manifest, without a model or torch.
+"""`isotron inspect PATH`: what a checkpoint or a data set is, read without a model or torch.
 
 `KINDS` says which reader a path belongs to; the first that recognises it shows it.
 """
@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 from isotron.commands.helptext import options_help
 from isotron.commands.inspect_checkpoint import is_checkpoint, show_checkpoint
+from isotron.commands.inspect_data import SAMPLES, TOKENIZER, is_data, show_data
 from isotron.commands.run_options import JSON
 from isotron.config.argv import clean_words, parse
 from isotron.config.catalogue import Option
@@ -21,6 +23,7 @@ OWN = {
         "verify", "bool", False, "also read every byte and compare its hash; exit code 1 when one differs"
     ),
     "tensors": Option("tensors", "bool", True, "list every tensor; --no-tensors gives the sums alone"),
+    **SAMPLES,
     **JSON,
 }
 
@@ -34,19 +37,23 @@ class Kind:
     show: Callable[[str, dict[str, Any]], int]
 
 
-KINDS: tuple[Kind, ...] = (Kind("a checkpoint or a run that has saved", is_checkpoint, show_checkpoint),)
+KINDS: tuple[Kind, ...] = (
+    Kind("a checkpoint or a run that has saved", is_checkpoint, show_checkpoint),
+    Kind("the prefix of a .bin/.idx pair or a directory of them", is_data, show_data),
+)
 
 
 def run(words: Sequence[str]) -> int:
     """Inspect the paths that the words name; returns the largest exit code."""
     words = clean_words(words)
-    paths = [w for w in words if not w.startswith("--")]
-    parsed = parse([w for w in words if w.startswith("--")], OWN)
+    paths = list(takewhile(lambda word: not word.startswith("--"), words))
+    options = OWN | TOKENIZER
+    parsed = parse(words[len(paths) :], options)
     if parsed.problems:
         raise Refused(parsed.problems)
     if not paths:
         raise refuse("isotron inspect without a path", "it shows what a path holds", "isotron inspect runs/first")
-    flags = {name: option.default for name, option in OWN.items()} | {k: g.value for k, g in parsed.given.items()}
+    flags = {name: option.default for name, option in options.items()} | {k: g.value for k, g in parsed.given.items()}
     return max(_show(path, flags) for path in paths)
 
 
@@ -60,4 +67,6 @@ def _show(path: str, flags: dict[str, Any]) -> int:
 
 def help_text() -> str:
     """The options of inspect."""
-    return options_help("isotron inspect PATH [PATH ..] [--OPTION]", {"[command]": OWN.values()})
+    return options_help(
+        "isotron inspect PATH [PATH ..] [--OPTION]", {"[command]": OWN.values(), "[tokenizer]": TOKENIZER.values()}
+    )

@@ -99,7 +99,9 @@ def tokenizer_entries(config: RunConfig) -> int:
 
     t = config.tokenizer
     files = [f for f in (t.tokenizer_model, t.vocab_file, t.merge_file) if f]
-    if not files or not all(Path(f).exists() for f in files) or bool(t.vocab_file) != bool(t.merge_file):
+    if not files or not all(Path(f).exists() for f in files) or (t.merge_file and not t.vocab_file):
+        return 0
+    if t.vocab_file and not t.merge_file and not t.vocab_file.endswith(".txt"):  # half of a byte-level BPE
         return 0
     from isotron.tokenizers.build import build_tokenizer
 

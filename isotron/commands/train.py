@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from datetime import datetime
 
 from isotron.commands.run_options import JSON, device_count, prepare, run_help, show_config
+from isotron.config.catalogue import Option
 from isotron.config.schema import RunConfig, changed
 from isotron.core.errors import refuse
 from isotron.launch import World, from_environment, run_local
@@ -15,11 +16,17 @@ from isotron.planner.advice import warnings
 from isotron.planner.job import Job
 
 MAIN = "isotron.train.main:main"
+OWN = {
+    "build_index": Option(
+        "build_index", "bool", False, "only build the indexes of the data, for a run that starts later"
+    ),
+    **JSON,
+}
 
 
 def run(words: Sequence[str]) -> int:
     """Train as the words say; returns the exit code."""
-    prepared = prepare(words, JSON)
+    prepared = prepare(words, OWN)
     world = from_environment()
     if world is None or world.rank == 0:
         for note in prepared.notes:
@@ -29,6 +36,10 @@ def run(words: Sequence[str]) -> int:
     if prepared.flags.get("print_config"):
         print(show_config(prepared, bool(prepared.flags.get("json"))))
         return 0
+    if prepared.flags.get("build_index"):
+        from isotron.commands.build_index import build_index
+
+        return build_index(prepared.config)
     config, directory = with_directories(prepared.config, world)
     processes = 1 if world is not None else config.layout.world
     return run_local(MAIN, processes, (config, directory))
@@ -72,4 +83,4 @@ def help_text() -> str:
     closing = (
         "Under torchrun or Slurm the command joins the processes that exist; else it starts tp x pp x cp x dp of them."
     )
-    return run_help(usage, JSON, closing)
+    return run_help(usage, OWN, closing)

@@ -50,6 +50,9 @@ ALIASES: dict[str, str] = {
 # (leaf, value as Megatron spells it) -> value here. Megatron's adam has decoupled weight decay, which is AdamW.
 VALUE_ALIASES: dict[tuple[str, str], str] = {
     ("optimizer", "adam"): "adamw",
+    ("tokenizer_type", "Llama2Tokenizer"): "SentencePieceTokenizer",
+    ("tokenizer_type", "GPTSentencePieceTokenizer"): "SentencePieceTokenizer",
+    ("tokenizer_type", "SFTTokenizer"): "HuggingFaceTokenizer",
     ("moe_router_load_balancing_type", "seq_aux_loss"): "sequence",
     ("moe_router_load_balancing_type", "aux_loss"): "batch",
     ("moe_router_load_balancing_type", "global_aux_loss"): "global",

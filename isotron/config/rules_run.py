@@ -52,6 +52,15 @@ def _vocab_covers(c: RunConfig, f: Facts) -> Problem:
     return Problem(asked(c, "vocab_size"), case, f"--vocab-size {f.tokenizer_vocab}, or leave it out")
 
 
+def _is_wordpiece(c: RunConfig) -> bool:
+    """Whether the vocabulary is a vocab.txt, which stands alone."""
+    t = c.tokenizer
+    named = t.tokenizer_type.startswith("BertWordPiece") or (
+        t.tokenizer_type == "auto" and t.vocab_file.endswith(".txt")
+    )
+    return named and not t.merge_file
+
+
 def _bpe_pair(c: RunConfig, f: Facts) -> Problem:
     case = "a byte-level BPE is two files that belong together"
     given = "vocab_file" if c.tokenizer.vocab_file else "merge_file"
@@ -249,6 +258,60 @@ def _wandb(c: RunConfig, f: Facts) -> Problem:
     return Problem(asked(c, "wandb_exp_name"), "a run's name needs a project to stand in", "--wandb-project isotron")
 
 
+def _bad_rampup(c: RunConfig) -> bool:
+    sizes = c.train.rampup_batch_size
+    if len(sizes) != 3 or min(sizes) < 1 or sizes[0] > c.train.global_batch_size:
+        return True
+    unit = c.train.micro_batch_size * c.layout.dp
+    return any(n % unit for n in sizes[:2]) or (c.train.global_batch_size - sizes[0]) % sizes[1] != 0
+
+
+def _rampup(c: RunConfig, f: Facts) -> Problem:
+    unit, whole = c.train.micro_batch_size * c.layout.dp, c.train.global_batch_size
+    case = (
+        f"it is START,INCREMENT,SAMPLES above 0: START and INCREMENT in steps of micro_batch_size x dp = {unit}, "
+        f"increments that lead from START to {whole} exactly"
+    )
+    leaves = ("rampup_batch_size", "global_batch_size", "micro_batch_size", "dp")
+    return Problem(asked(c, *leaves), case, f"--rampup-batch-size {whole},{unit},1000")
+
+
+def _no_sets(c: RunConfig, f: Facts) -> Problem:
+    case = "the sets are the prefixes of valid_data_path, and it is empty"
+    return Problem(
+        asked(c, "multiple_validation_sets"), case, "--no-multiple-validation-sets, or --valid-data-path A B"
+    )
+
+
+def _bad_skips(c: RunConfig) -> bool:
+    pairs = [word.split("-") for word in c.train.skip_samples]
+    return any(len(p) != 2 or not all(n.isdecimal() for n in p) or int(p[0]) > int(p[1]) for p in pairs)
+
+
+def _skips(c: RunConfig, f: Facts) -> Problem:
+    case = "a range is FIRST-LAST, places in consumption order as metrics.jsonl has them in sample_ids"
+    return Problem(asked(c, "skip_samples"), case, "--skip-samples 1000-1999")
+
+
+def _bad_fim(c: RunConfig) -> bool:
+    ids = c.data.fim_token_ids
+    return c.data.fim_rate > 0 and (len(ids) != 3 or len(set(ids)) != 3 or min(ids) < 0)
+
+
+def _fim(c: RunConfig, f: Facts) -> Problem:
+    case = "fill-in-the-middle takes the ids of the prefix, middle and suffix token: three different ones"
+    return Problem(asked(c, "fim_rate", "fim_token_ids"), case, "--fim-token-ids 100258,100259,100260")
+
+
+def _packed_stream(c: RunConfig, f: Facts) -> Problem:
+    given = [leaf for leaf in (*_DOCUMENTS, "mock_data") if getattr(c.data, leaf)] + ["fim_rate"] * bool(
+        c.data.fim_rate
+    )
+    case = "packed rows are whole documents that are isolated already, and read from files"
+    fix = "--no-pack-documents"
+    return Problem(asked(c, "pack_documents", *given), case, fix)
+
+
 _RAMP = ("weight_decay_incr_style", "start_weight_decay", "end_weight_decay", "weight_decay")
 _FILES = ("tokenizer_model", "vocab_file", "merge_file")
 
@@ -264,7 +327,7 @@ RUN_RULES: tuple[Rule, ...] = (
     Rule("vocabulary covers the tokenizer", ("vocab_size",),
          lambda c, f: 0 < c.model.vocab_size < f.tokenizer_vocab, _vocab_covers),
     Rule("vocabulary and merges", _FILES,
-         lambda c, f: bool(c.tokenizer.vocab_file) != bool(c.tokenizer.merge_file), _bpe_pair),
+         lambda c, f: bool(c.tokenizer.vocab_file) != bool(c.tokenizer.merge_file) and not _is_wordpiece(c), _bpe_pair),
     Rule("tokenizer files", _FILES, lambda c, f: bool(_missing_tokenizer(c, f)), _tokenizer_files),
     Rule("some data", ("data_path", "mock_data"), lambda c, f: not c.data.data_path and not c.data.mock_data, _no_data),
     Rule("made up or read", ("mock_data", "data_path", "valid_data_path"),
@@ -272,6 +335,15 @@ RUN_RULES: tuple[Rule, ...] = (
     Rule("ends of documents", (*_DOCUMENTS, "mock_data", *_FILES),
          lambda c, f: c.data.mock_data and not _has_tokenizer(c) and any(getattr(c.data, x) for x in _DOCUMENTS),
          _no_documents),
+    Rule("batch ramp", ("rampup_batch_size", "global_batch_size", "micro_batch_size", "dp"),
+         lambda c, f: bool(c.train.rampup_batch_size) and _bad_rampup(c), _rampup),
+    Rule("several validation sets", ("multiple_validation_sets", "valid_data_path"),
+         lambda c, f: c.data.multiple_validation_sets and not c.data.valid_data_path, _no_sets),
+    Rule("ranges of samples", ("skip_samples",), lambda c, f: _bad_skips(c), _skips),
+    Rule("tokens of fill-in-the-middle", ("fim_rate", "fim_token_ids"), lambda c, f: _bad_fim(c), _fim),
+    Rule("packed rows", ("pack_documents", *_DOCUMENTS, "mock_data", "fim_rate"),
+         lambda c, f: c.data.pack_documents
+         and (any(getattr(c.data, x) for x in (*_DOCUMENTS, "mock_data")) or c.data.fim_rate > 0), _packed_stream),
     Rule("data files", ("data_path", "valid_data_path"),
          lambda c, f: not c.data.mock_data and bool(_missing_data(c, f)), _data_files),
     Rule("split", ("split",), _split_broken, _split),

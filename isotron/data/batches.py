@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Generic, TypeAlias, TypeVar
 
@@ -25,7 +25,8 @@ import torch
 from isotron.core.batch import Batch
 from isotron.core.errors import refuse
 from isotron.data.config import DataConfig
-from isotron.data.gpt_dataset import Dataset, Tokens
+from isotron.data.gpt_dataset import Dataset
+from isotron.data.rows import Row, Tokens
 
 T = TypeVar("T")
 Bools: TypeAlias = npt.NDArray[np.bool_]
@@ -61,7 +62,10 @@ def microbatches(
 
 def make_batch(dataset: Dataset, numbers: range, cfg: DataConfig, eod: int | None) -> Batch:
     """The samples `numbers` as one microbatch, with masks, positions and documents as the options say."""
-    text = np.stack([_sample(dataset, number, cfg.seq_length) for number in numbers])
+    samples = [dataset[number] for number in numbers]
+    if isinstance(samples[0], Row):
+        return _batch_of_rows(samples, numbers)
+    text = np.stack([_checked(text, number, cfg.seq_length) for text, number in zip(samples, numbers, strict=True)])
     tokens = text[:, :-1]
     positions = np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape)
     loss_mask, documents = np.ones(tokens.shape, dtype=np.float32), None
@@ -83,8 +87,19 @@ def make_batch(dataset: Dataset, numbers: range, cfg: DataConfig, eod: int | Non
     )
 
 
-def _sample(dataset: Dataset, number: int, seq_length: int) -> Tokens:
-    text = dataset[number]
+def _batch_of_rows(rows: Sequence[Row], numbers: range) -> Batch:
+    """Rows that say everything themselves: packed documents."""
+    return Batch(
+        tokens=torch.tensor(np.stack([row.tokens for row in rows])),
+        labels=torch.tensor(np.stack([row.labels for row in rows])),
+        loss_mask=torch.tensor(np.stack([row.loss for row in rows])),
+        positions=torch.tensor(np.stack([row.positions for row in rows])),
+        sample_ids=torch.tensor(list(numbers), dtype=torch.int64),
+        doc_ids=torch.tensor(np.stack([row.documents for row in rows])),
+    )
+
+
+def _checked(text: Tokens, number: int, seq_length: int) -> Tokens:
     if len(text) != seq_length + 1:
         raise ValueError(f"sample {number} has {len(text)} tokens, seq_length {seq_length} needs {seq_length + 1}")
     return text

@@ -12,15 +12,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from isotron.core.errors import refuse
-from isotron.data.gpt_dataset import Dataset, Tokens
+from isotron.data.gpt_dataset import Dataset
 
 SURPLUS = 0.005  # more samples are built per dataset than its share, as in Megatron
 SUFFIX = "_text_document"
+ANSWERS = ".answers"  # ends the prefix of a pair that says which ids of another carry loss
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class BlendedDataset:
     def __len__(self) -> int:
         return len(self.which)
 
-    def __getitem__(self, index: int) -> Tokens:
+    def __getitem__(self, index: int) -> Any:
         return self.datasets[int(self.which[index])][int(self.within[index])]
 
 
@@ -56,7 +58,7 @@ class ChainedDataset:
     def __len__(self) -> int:
         return self.starts[-1]
 
-    def __getitem__(self, index: int) -> Tokens:
+    def __getitem__(self, index: int) -> Any:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         which = bisect_right(self.starts, index) - 1
@@ -139,7 +141,7 @@ def find_prefixes(path: str, option: str) -> list[str]:
         if Path(prefix + ".idx").is_file():
             return [prefix]
     if Path(plain).is_dir():
-        found = sorted(str(idx)[:-4] for idx in Path(plain).glob("*.idx"))
+        found = sorted(str(idx)[:-4] for idx in Path(plain).glob("*.idx") if not idx.name.endswith(f"{ANSWERS}.idx"))
         if found:
             return found
         raise refuse(f"{option} {path}", f"the directory {Path(plain).absolute()} holds no .idx file", _FIX)

@@ -7,13 +7,15 @@ weights are blended by their sizes. Unlike Megatron, a run that asks such a blen
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 
 from isotron.core.errors import refuse
 from isotron.data.blend import (
+    ANSWERS,
+    SUFFIX,
     SURPLUS,
     BlendedDataset,
     ChainedDataset,
@@ -24,11 +26,13 @@ from isotron.data.blend import (
     targets,
 )
 from isotron.data.config import DataConfig
+from isotron.data.fim import FimDataset, fim_tokens
 from isotron.data.gpt_dataset import Dataset, GPTDataset, split_documents
 from isotron.data.index_cache import IndexCache
-from isotron.data.indexed import IndexedDataset
+from isotron.data.indexed import IndexedDataset, idx_path
 from isotron.data.info import read_info
 from isotron.data.mock import MockDataset
+from isotron.data.packed import PackedDataset
 from isotron.data.parts import NAMES, check_part
 
 Log = Callable[[str], None]
@@ -94,7 +98,7 @@ def build_segments(
     vocab_size: int = 0,
     eod: int | None = None,
     consumed: int = 0,
-) -> tuple[Dataset, Dataset | None]:
+) -> tuple[Dataset, Dataset | dict[str, Dataset] | None]:
     """(training, validation) of a run that may have been made longer, as `build_datasets` gives them.
 
     segments: the sample counts that the order was built for, oldest first. Each segment is what a run of that length
@@ -104,14 +108,32 @@ def build_segments(
     parts: list[tuple[int, Dataset]] = []
     held_out: Dataset | None = None
     for i, count in enumerate(segments):
-        wanted, label = (count, 0 if i else num_valid), _label(segments, i, consumed)
+        together = 0 if i or config.multiple_validation_sets else num_valid
+        wanted, label = (count, together), _label(segments, i, consumed)
         own = (seed + i) % 2**32
         train, valid = build_datasets(config, own, wanted, log, vocab_size=vocab_size, eod=eod, label=label)
         if train is None:
             raise ValueError(f"segments of {segments} samples: each has at least one")
         parts.append((count, train))
         held_out = held_out or valid
+    if config.multiple_validation_sets and num_valid:
+        return ChainedDataset(parts), _each_apart(config, seed, num_valid, log, vocab_size, eod)
     return ChainedDataset(parts), held_out
+
+
+def _each_apart(
+    config: DataConfig, seed: int, count: int, log: Log, vocab_size: int, eod: int | None
+) -> dict[str, Dataset]:
+    """A validation set for each prefix, by the name of its file."""
+    sets: dict[str, Dataset] = {}
+    for prefix in read_sources(config.valid_data_path, "--valid-data-path", log).prefixes:
+        _, held_out = build_datasets(
+            replace(config, valid_data_path=(prefix,)), seed, (0, count), log, vocab_size=vocab_size, eod=eod
+        )
+        name = Path(prefix).name.removesuffix(SUFFIX)
+        if held_out is not None:
+            sets[f"valid/{name if f'valid/{name}' not in sets else prefix}"] = held_out
+    return sets
 
 
 def _label(segments: Sequence[int], i: int, consumed: int) -> str:
@@ -161,15 +183,25 @@ def _build(request: _Request, part: int, count: int) -> Dataset | None:
     if not apart and part == 1 and not split_documents(config.split, 10**9)[1]:
         request.log(f"no validation: its part of --split {config.split} is 0")
         return None
-    for prefix, documents in ranges.items():
+    for prefix, documents in () if config.pack_documents else ranges.items():
         check_part(config, request.open(prefix), documents, part)
     one = len(sources.prefixes) == 1 and (sources.weights is None or apart)
-    datasets = _single if one else _by_size if sources.weights is None else _by_weight
-    return datasets(request, sources, [ranges[prefix] for prefix in sources.prefixes], count, NAMES[part])
+    make = _single if one else _by_size if sources.weights is None else _by_weight
+    dataset = make(request, sources, [ranges[prefix] for prefix in sources.prefixes], count, NAMES[part])
+    if part or not config.fim_rate:
+        return dataset
+    return FimDataset(dataset, fim_tokens(config), request.eod, config.fim_rate, config.fim_spm_rate, request.seed)
 
 
-def _gpt(request: _Request, prefix: str, documents: range, count: int | None) -> GPTDataset:
+def _gpt(request: _Request, prefix: str, documents: range, count: int | None) -> GPTDataset | PackedDataset:
     length, cache = request.config.seq_length, request.cache(prefix)
+    if request.config.pack_documents:
+        return PackedDataset(
+            request.open(prefix), documents, count, length, request.seed, request.vocab_size, request.log
+        )
+    if idx_path(prefix + ANSWERS).is_file():
+        case = "it says which of its tokens are answers, which only rows of whole conversations keep to"
+        raise refuse(f"--no-pack-documents with data {prefix}", case, "--pack-documents")
     return GPTDataset(request.open(prefix), documents, count, length, request.seed, cache, request.vocab_size)
 
 
@@ -211,7 +243,7 @@ def _blend(
         lambda: dict(zip(("which", "within"), blend_order(shares, size), strict=True)),
     )
     drawn = np.bincount(order["which"], minlength=len(shares)).tolist()
-    datasets: list[GPTDataset] = []
+    datasets: list[GPTDataset | PackedDataset] = []
     for prefix, documents, count, least in zip(sources.prefixes, ranges, counts, drawn, strict=True):
         dataset = _gpt(request, prefix, documents, count)
         datasets.append(dataset if len(dataset) >= least else _gpt(request, prefix, documents, least))
@@ -225,7 +257,7 @@ def _report(
     prefixes: Sequence[str],
     shares: Sequence[float],
     drawn: Sequence[int],
-    datasets: Sequence[GPTDataset],
+    datasets: Sequence[GPTDataset | PackedDataset],
 ) -> None:
     """Say what will be read from where: shares of samples, tokens, and how often each source is gone through."""
     length = request.config.seq_length

@@ -13,6 +13,7 @@ class DataConfig:
 
     data_path: tuple[str, ...] = option((), "prefix of a .bin/.idx pair, or weight prefix weight prefix ...")
     valid_data_path: tuple[str, ...] = option((), "separate data for validation; then data_path is all training data")
+    multiple_validation_sets: bool = option(False, "evaluate on each prefix of valid_data_path by itself")
     split: str = option("969,30,1", "parts of data_path for training, validation and test")
     seq_length: int = option(1024, "tokens per sequence", unit="tokens")
     data_cache_path: str = option("", "where built indexes are kept; empty means beside the data")
@@ -20,3 +21,7 @@ class DataConfig:
     eod_mask_loss: bool = option(False, "no loss on positions whose input token is end-of-document")
     reset_position_ids: bool = option(False, "positions start again after each end-of-document")
     reset_attention_mask: bool = option(False, "documents in one row do not attend to each other")
+    pack_documents: bool = option(False, "rows of whole documents, isolated and padded, instead of one long stream")
+    fim_rate: float = option(0.0, "share of documents that are rearranged for fill-in-the-middle; 0 means none")
+    fim_spm_rate: float = option(0.5, "share of the rearranged documents that begin with the suffix")
+    fim_token_ids: tuple[int, ...] = option((), "ids of the prefix, middle and suffix tokens of fill-in-the-middle")

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
@@ -11,29 +10,12 @@ import numpy as np
 import numpy.typing as npt
 
 from isotron.core.errors import Refused
-from isotron.data.records import Record, RecordBatch, line_of
+from isotron.data.parse import Bad, Unusable, read_texts
+from isotron.data.records import Record, RecordBatch
 from isotron.data.sentences import split_sentences
 from isotron.tokenizers.base import Tokenizer
 
 Int64s: TypeAlias = npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True)
-class Bad:
-    """A record that cannot be used: where it is, and why. `keys`: what it has instead of the key that it lacks."""
-
-    path: str
-    line: int
-    offset: int
-    why: str
-    keys: tuple[str, ...] = ()
-
-    @property
-    def where(self) -> str:
-        """`file:line (byte N)`, or `file, row N` in a table."""
-        if self.offset < 0:
-            return f"{self.path}, row {self.line}"
-        return f"{self.path}:{self.line or line_of(self.path, self.offset)} (byte {self.offset})"
 
 
 class Column(NamedTuple):
@@ -82,9 +64,9 @@ class Encoder:
         bad: list[Bad] = []
         for record in batch.records:
             try:
-                rows.append(self._texts(record))
+                rows.append(read_texts(record, self.keys))
                 places.append(record)
-            except _Unusable as error:
+            except Unusable as error:
                 bad.append(Bad(batch.path, record.line, error.offset, error.why, error.keys))
         try:
             encoded = [self._column([row[k] for row in rows]) for k in range(len(self.keys))]
@@ -96,45 +78,6 @@ class Encoder:
         cut = sum(count for _, count in encoded)
         place = (batch.file, batch.number, batch.position)
         return Encoded(tuple(column for column, _ in encoded), empty, cut, tuple(bad), len(batch.records), place)
-
-    def _texts(self, record: Record) -> list[str]:
-        """The text of every key of one record."""
-        if record.problem:
-            raise _Unusable(record.problem, record.offset)
-        if record.values is not None:
-            return [self._text(record.values, key, record) for key in self.keys]
-        try:
-            text = record.raw.decode("utf-8")
-        except UnicodeDecodeError as error:
-            byte = record.raw[error.start]
-            raise _Unusable(f"byte 0x{byte:02X} is not UTF-8", record.offset + error.start) from error
-        try:
-            values = json.loads(text)
-        except RecursionError as error:
-            raise _Unusable("the JSON is nested too deeply", record.offset) from error
-        except json.JSONDecodeError as error:
-            at = record.offset + len(text[: error.pos].encode("utf-8"))
-            what = error.msg.removesuffix(" at").removesuffix(" starting")
-            raise _Unusable(f"bad JSON: {what}", at) from error
-        return [self._text(values, key, record) for key in self.keys]
-
-    def _text(self, values: Any, key: str, record: Record) -> str:
-        if not isinstance(values, Mapping):
-            raise _Unusable(f"a record is a JSON object, this is a {type(values).__name__}", record.offset)
-        if key not in values:
-            listed = ", ".join(map(repr, list(values)[:8])) or "none"
-            texts = {k: v for k, v in values.items() if isinstance(v, str)}
-            longest = sorted(texts, key=lambda k: -len(texts[k]))
-            raise _Unusable(f"the record has no key {key!r}; its keys: {listed}", record.offset, tuple(longest))
-        value = values[key]
-        if not isinstance(value, str):
-            raise _Unusable(f"the value of {key!r} is a {type(value).__name__}, not a text", record.offset)
-        if b"\\ud" in record.raw or b"\\uD" in record.raw:
-            try:
-                value.encode("utf-8")
-            except UnicodeEncodeError as error:
-                raise _Unusable(f"the value of {key!r} has half a surrogate pair", record.offset) from error
-        return value
 
     def _without_refused(self, rows: list[list[str]], places: list[Record], path: str) -> tuple[list[Any], list[Bad]]:
         """The rows whose texts the tokenizer takes, and the others as bad records."""
@@ -196,11 +139,3 @@ def _ended(
     longer = lengths.copy()
     longer[last] += 1
     return np.insert(ids, ends, eod), longer
-
-
-class _Unusable(Exception):
-    """Why a record cannot be used, the byte offset to look at, and keys of it that hold text, the longest first."""
-
-    def __init__(self, why: str, offset: int, keys: tuple[str, ...] = ()) -> None:
-        super().__init__(why)
-        self.why, self.offset, self.keys = why, offset, keys

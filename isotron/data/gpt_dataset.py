@@ -7,17 +7,15 @@ the files, the split, the seed, the sequence length and the requested number of 
 from __future__ import annotations
 
 import os
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from isotron.core.errors import refuse
 from isotron.data.gpt_index import Indexes, build_indexes
 from isotron.data.index_cache import IndexCache
 from isotron.data.indexed import IndexedDataset, bin_path, idx_path
-
-Tokens: TypeAlias = npt.NDArray[np.int64]
+from isotron.data.rows import Tokens
 
 
 class Dataset(Protocol):
@@ -26,8 +24,8 @@ class Dataset(Protocol):
     def __len__(self) -> int:
         """Number of samples."""
 
-    def __getitem__(self, index: int) -> Tokens:
-        """Sample `index`: int64[seq_length + 1]; inputs are all but the last token, labels all but the first."""
+    def __getitem__(self, index: int) -> Any:
+        """Sample `index`: int64[seq_length + 1], inputs all but the last token, labels all but the first; or a Row."""
 
 
 class GPTDataset:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from isotron.data.gpt_dataset import Tokens
+from isotron.data.rows import Tokens
 
 DEFAULT_VOCAB = 256
 DOCUMENT = 64  # mean tokens per document

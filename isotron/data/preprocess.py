@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from isotron.core.errors import Problem, Refused, refuse
-from isotron.data.encode import Bad, Encoder
+from isotron.data.encode import Encoder
 from isotron.data.indexed_writer import IndexedWriter
 from isotron.data.info import write_info
 from isotron.data.inputs import expand
 from isotron.data.journal import Counts, Journal
+from isotron.data.parse import Bad
 from isotron.data.partitions import mark_empty, part_prefix
 from isotron.data.progress import Log, progress
 from isotron.data.records import WHOLE, RecordBatch, Share, read_batches

@@ -27,7 +27,8 @@ Flat: TypeAlias = tuple[npt.NDArray[np.integer], npt.NDArray[np.int64]]
 class Tokenizer(Protocol):
     """Text <-> ids. `vocab_size` counts the real entries (largest id + 1), without any padding for the model.
 
-    `eod` ends a document; `bos`, `eos` and `pad` are None where the tokenizer names none. `encode` never adds special
+    `eod` ends a document; `bos`, `eos` and `pad` are None where the tokenizer names none. `notes` are lines that a user
+    should see. `encode` never adds special
     tokens by itself; `prefix` are those that the tokenizer's own library would put before a text.
     """
 
@@ -37,6 +38,7 @@ class Tokenizer(Protocol):
     eos: int | None
     pad: int | None
     prefix: tuple[int, ...]
+    notes: tuple[str, ...]
 
     def encode(self, text: str) -> list[int]:
         """The ids of one text."""
@@ -69,7 +71,13 @@ class FileTokenizer:
     bos: int | None = None
     eos: int | None = None
     pad: int | None = None
+    unk: int | None = None
+    sep: int | None = None
+    cls: int | None = None
+    mask: int | None = None
+    extra_ids: tuple[int, ...] = ()  # of <extra_id_0>, <extra_id_1>, ..: sentinels of denoising models
     prefix: tuple[int, ...] = ()
+    notes: tuple[str, ...] = ()
 
     def __init__(self, files: dict[str, Path], extras: tuple[Path, ...] = ()) -> None:
         self.files = files
@@ -87,6 +95,11 @@ class FileTokenizer:
             "bos": self.bos,
             "eos": self.eos,
             "pad": self.pad,
+            "unk": self.unk,
+            "sep": self.sep,
+            "cls": self.cls,
+            "mask": self.mask,
+            "extra_ids": list(self.extra_ids),
         }
 
     def save(self, directory: str | Path) -> None:

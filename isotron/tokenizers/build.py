@@ -14,11 +14,15 @@ from isotron.tokenizers.huggingface import HuggingFaceTokenizer
 from isotron.tokenizers.null import NullTokenizer
 from isotron.tokenizers.sentencepiece import SentencePieceTokenizer
 from isotron.tokenizers.tiktoken_file import TikTokenizer
+from isotron.tokenizers.wordpiece import BertWordPieceCase, BertWordPieceLowerCase, wordpiece_type
 
 _FROM_MODEL: dict[str, Callable[[str], Tokenizer]] = {
     "HuggingFaceTokenizer": HuggingFaceTokenizer,
     "SentencePieceTokenizer": SentencePieceTokenizer,
     "TikTokenizer": TikTokenizer,
+}
+_WORDPIECE: dict[str, Callable[[str], Tokenizer]] = {
+    kind.type_name: kind for kind in (BertWordPieceLowerCase, BertWordPieceCase)
 }
 
 
@@ -35,6 +39,9 @@ def build_tokenizer(config: TokenizerConfig, vocab_size: int = 0) -> Tokenizer:
         _need_option(kind, "--vocab-file", config.vocab_file)
         _need_option(kind, "--merge-file", config.merge_file)
         return GPT2BPETokenizer(config.vocab_file, config.merge_file)
+    if kind in _WORDPIECE:
+        _need_option(kind, "--vocab-file", config.vocab_file)
+        return _WORDPIECE[kind](config.vocab_file)
     if kind in _FROM_MODEL:
         _need_option(kind, "--tokenizer-model", config.tokenizer_model)
         return _FROM_MODEL[kind](config.tokenizer_model)
@@ -54,7 +61,9 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
         raise unreadable("tokenizer of a checkpoint", path, error, "tokenizer descriptor") from error
     tokenizer = build_tokenizer(config, size)
     now = tokenizer.describe()
-    changed = [key for key in ("vocab_size", "eod", "bos", "eos", "pad", "sha256") if now[key] != stored.get(key)]
+    always = ("vocab_size", "eod", "bos", "eos", "pad", "sha256")
+    later = [key for key in ("unk", "sep", "cls", "mask", "extra_ids") if key in stored]  # older copies have none
+    changed = [key for key in (*always, *later) if now[key] != stored.get(key)]
     if changed:
         raise refuse(
             f"the tokenizer in {folder}",
@@ -86,6 +95,8 @@ def _resolve(config: TokenizerConfig) -> TokenizerConfig:
             "the tokenizer is told by its files, and none is given",
             "--vocab-file vocab.json --merge-file merges.txt, or --tokenizer-model FILE",
         )
+    if not model and vocab.endswith(".txt") and not merges:
+        return TokenizerConfig(wordpiece_type(vocab), "", vocab)
     if not model:
         return TokenizerConfig("GPT2BPETokenizer", "", vocab, merges)
     if vocab or merges:
@@ -107,9 +118,11 @@ def _resolve_model(model: str) -> TokenizerConfig:
             return TokenizerConfig("SentencePieceTokenizer", str(path / "tokenizer.model"))
         if (path / "vocab.json").is_file() and (path / "merges.txt").is_file():
             return TokenizerConfig("GPT2BPETokenizer", "", str(path / "vocab.json"), str(path / "merges.txt"))
+        if (path / "vocab.txt").is_file():
+            return TokenizerConfig(wordpiece_type(path / "vocab.txt"), "", str(path / "vocab.txt"))
         raise refuse(
             f"--tokenizer-model {model}",
-            "the directory holds no tokenizer.json, tokenizer.model, or vocab.json with merges.txt",
+            "the directory holds no tokenizer.json, tokenizer.model, vocab.json with merges.txt, or vocab.txt",
             "--tokenizer-model with a directory that does, or with the file itself",
         )
     kinds = {".model": "SentencePieceTokenizer", ".tiktoken": "TikTokenizer", ".json": "HuggingFaceTokenizer"}

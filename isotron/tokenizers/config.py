@@ -6,7 +6,16 @@ from dataclasses import dataclass
 
 from isotron.core.options import option
 
-TYPES = ("auto", "GPT2BPETokenizer", "HuggingFaceTokenizer", "SentencePieceTokenizer", "TikTokenizer", "NullTokenizer")
+TYPES = (
+    "auto",
+    "GPT2BPETokenizer",
+    "HuggingFaceTokenizer",
+    "SentencePieceTokenizer",
+    "TikTokenizer",
+    "BertWordPieceLowerCase",
+    "BertWordPieceCase",
+    "NullTokenizer",
+)
 
 
 @dataclass(frozen=True)
@@ -15,5 +24,5 @@ class TokenizerConfig:
 
     tokenizer_type: str = option("auto", "auto looks at the files that are given", choices=TYPES)
     tokenizer_model: str = option("", "tokenizer.json or its directory, a SentencePiece .model, or a .tiktoken file")
-    vocab_file: str = option("", "vocab.json of a byte-level BPE")
+    vocab_file: str = option("", "vocab.json of a byte-level BPE, or vocab.txt of a WordPiece")
     merge_file: str = option("", "merges.txt of a byte-level BPE")

@@ -7,7 +7,9 @@ Which token ends a document: `eos_token` of `tokenizer_config.json` or `special_
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from functools import cached_property
+from itertools import count, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,8 @@ from isotron.tokenizers.base import END_OF_TEXT, FileTokenizer, Flat, joined, ne
 from isotron.tokenizers.fast import FastBPE, fast_bpe
 
 KNOWN_ENDS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<|end▁of▁sentence|>", "<eos>", "[EOS]", "[SEP]")
-BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
+BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "chat_template.jinja")
+ROLES = ("bos", "eos", "pad", "unk", "sep", "cls", "mask")
 
 
 class HuggingFaceTokenizer(FileTokenizer):
@@ -38,7 +41,10 @@ class HuggingFaceTokenizer(FileTokenizer):
         self._tokenizer.no_padding()
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         named = _special_tokens(extras)
-        self.bos, self.eos, self.pad = (self._id_of(named.get(role)) for role in ("bos", "eos", "pad"))
+        roles = {role: self._id_of(named.get(role)) for role in ROLES}
+        self.bos, self.eos, self.pad, self.unk = (roles[role] for role in ROLES[:4])
+        self.sep, self.cls, self.mask = (roles[role] for role in ROLES[4:])
+        self.extra_ids = extra_ids(self._tokenizer.token_to_id)
         if self.eos is None:
             self.eos = next((i for i in map(self._id_of, KNOWN_ENDS) if i is not None), None)
         if self.eos is None:
@@ -50,6 +56,8 @@ class HuggingFaceTokenizer(FileTokenizer):
         self.eod = self.eos
         plain, full = (self._tokenizer.encode("a", add_special_tokens=special).ids for special in (False, True))
         self.prefix = tuple(full[: len(full) - len(plain)]) if full[-len(plain) :] == plain else ()
+        added = {t.content for t in self._tokenizer.get_added_tokens_decoder().values()}
+        self.notes = collisions({r: str(named[r]) for r in ROLES if isinstance(named.get(r), str)}, roles, added)
 
     def _id_of(self, token: str | int | None) -> int | None:
         return self._tokenizer.token_to_id(token) if isinstance(token, str) else token
@@ -71,15 +79,34 @@ class HuggingFaceTokenizer(FileTokenizer):
         return str(self._tokenizer.decode(ids, skip_special_tokens=False))
 
 
+def extra_ids(id_of: Callable[[str], int | None]) -> tuple[int, ...]:
+    """The ids of <extra_id_0>, <extra_id_1>, .. as far as the tokenizer has them."""
+    found = takewhile(lambda i: i is not None, (id_of(f"<extra_id_{n}>") for n in count()))
+    return tuple(i for i in found if i is not None)
+
+
+def collisions(names: dict[str, str], ids: dict[str, int | None], added: set[str]) -> tuple[str, ...]:
+    """What a user should know: a role whose token is an ordinary one, or that the tokenizer does not have."""
+    lines = []
+    for role, name in names.items():
+        if ids[role] is None:
+            lines.append(f"tokenizer: {role} is {name!r}, which the vocabulary does not have: there is no {role}")
+        elif name not in added:
+            lines.append(f"tokenizer: {role} is {name!r}, id {ids[role]}: an ordinary token, which text produces too")
+    return tuple(lines)
+
+
 def _special_tokens(paths: tuple[Path, ...]) -> dict[str, str | int]:
     """role -> token or id, the first of `paths` that names a role decides."""
     found: dict[str, str | int] = {}
     for path in paths:
+        if path.suffix != ".json":
+            continue
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
             raise unreadable("--tokenizer-model", path, error, "JSON file beside tokenizer.json") from error
-        for role in ("bos", "eos", "pad"):
+        for role in ROLES:
             token = _token(values, role)
             if token is not None:
                 found.setdefault(role, token)

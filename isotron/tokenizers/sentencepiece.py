@@ -1,7 +1,12 @@
-"""A SentencePiece `.model` file. PURE. The model's own eos ends a document."""
+"""A SentencePiece `.model` file. PURE. The model's own eos ends a document.
+
+Which special pieces exist follows from the model: Llama's have bos 1 and eos 2 and begin a text with bos; T5's have
+pad 0 and eos 1, no bos, and sentinels <extra_id_0>, .. where the model holds them.
+"""
 
 from __future__ import annotations
 
+from itertools import count, takewhile
 from pathlib import Path
 
 from isotron.core.errors import refuse
@@ -32,6 +37,9 @@ class SentencePieceTokenizer(FileTokenizer):
                 "a model trained with an eos piece (the default of spm_train)",
             )
         self.eod = self.eos
+        self.unk = self._processor.unk_id()
+        pieces = (self._processor.piece_to_id(f"<extra_id_{n}>") for n in count())
+        self.extra_ids = tuple(takewhile(lambda i: i != self.unk, pieces))
         self.prefix = () if self.bos is None else (self.bos,)
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:

@@ -15,6 +15,10 @@ class TrainConfig:
     global_batch_size: int = option(
         0, "sequences per step over all ranks; 0 means micro_batch_size x dp", unit="sequences"
     )
+    rampup_batch_size: tuple[int, ...] = option(
+        (), "START,INCREMENT,SAMPLES: the batch grows to global_batch_size over so many samples", unit="sequences"
+    )
+    skip_samples: tuple[str, ...] = option((), "FIRST-LAST: stretches of the data order that no step takes")
     train_iters: int = option(0, "steps to train", unit="steps")
     eval_interval: int = option(0, "steps between evaluations; 0 means only after the last step", unit="steps")
     eval_iters: int = option(10, "batches of global_batch_size per evaluation; 0 means no evaluation")

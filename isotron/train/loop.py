@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from isotron.core.errors import Refused, refuse
 from isotron.core.parallel.replicas import unequal_replicas
 from isotron.data.batches import Prefetcher, microbatches
 from isotron.train.faults import EXIT_FAILED, EXIT_OK, EXIT_SIGNALLED, Deadline, FiniteGuard, StopSignal, Watchdog
+from isotron.train.feed import steps
 from isotron.train.flops import step_flops
 from isotron.train.injector import Injector
 from isotron.train.judge import Judge, Rewind
@@ -42,7 +43,7 @@ class Run:
 
     state: TrainState
     train_data: Sequence[Any]
-    valid_data: Sequence[Any] | None
+    valid_data: Sequence[Any] | Mapping[str, Sequence[Any]] | None
     eod: int | None
     saves: Saves
     metrics: Metrics
@@ -56,14 +57,14 @@ class Run:
     end_of_step: int = 0
     stragglers: Stragglers = field(default_factory=Stragglers)
 
-    def batches(self, data: Sequence[Any], consumed: int) -> list[Any]:
-        """This rank's microbatches of the global batch that starts at sample `consumed`, on its device."""
+    def batches(self, data: Sequence[Any], start: int, size: int) -> list[Any]:
+        """This rank's microbatches of the global batch of `size` samples from `start` on, on its device."""
         cfg, mesh = self.state.config, self.state.model.mesh
         dp = mesh.group("dp")
         found = microbatches(
             data,
-            consumed,
-            cfg.train.global_batch_size,
+            start,
+            size,
             cfg.train.micro_batch_size,
             dp.index,
             dp.size,
@@ -85,15 +86,14 @@ def train(run: Run) -> int:
 def train_on(run: Run) -> int:
     """`train`, until a step sends the run back."""
     state, cfg = run.state, run.state.config
-    size, first = cfg.train.global_batch_size, state.consumed_samples
     if state.step >= cfg.train.train_iters:
         run.metrics.say(f"isotron: already at step {state.step} of {cfg.train.train_iters}; raise --train-iters")
-    remaining = range(first, first + (cfg.train.train_iters - state.step) * size, size)
+    remaining = steps(cfg.train, state.consumed_samples, cfg.train.train_iters - state.step)
     tracer = StepTracer(state.model, cfg.log.trace, Path(cfg.log.run_dir or run.saves.directory))
-    with Prefetcher(run.batches(run.train_data, consumed) for consumed in remaining) as feed:
-        for batches in feed:
+    with Prefetcher((start, size, run.batches(run.train_data, start, size)) for start, size in remaining) as feed:
+        for start, size, batches in feed:
             with tracer.step(state.step + 1, len(batches)):
-                one_step(run, batches)
+                one_step(run, batches, range(start, start + size))
             run.deadline.look(run.stop)
             stop, failed = run.stop.agreed_with(run.saves.failing(), state.ranks.group)
             run.saves.look(failed)
@@ -118,10 +118,10 @@ def stopped(run: Run) -> int:
     return EXIT_SIGNALLED
 
 
-def one_step(run: Run, batches: Sequence[Any]) -> None:
-    """Take a step and report it."""
+def one_step(run: Run, batches: Sequence[Any], samples: range) -> None:
+    """Take a step on the microbatches of `samples` and report it."""
     state, cfg = run.state, run.state.config
-    run.end_of_step = state.consumed_samples + cfg.train.global_batch_size
+    run.end_of_step = samples.stop
     run.injector.before_step(state.step + 1)
     started = time.perf_counter()
     scale = state.scaler.scale
@@ -131,12 +131,11 @@ def one_step(run: Run, batches: Sequence[Any]) -> None:
     seconds = time.perf_counter() - started
     run.stragglers.end(seconds)
     state.step += 1
-    first = state.consumed_samples
-    state.consumed_samples += cfg.train.global_batch_size
+    state.consumed_samples = samples.stop
     state.skipped += result.skipped
     state.nan += not math.isfinite(result.loss)
     run.watchdog.beat(state.step)
-    run.metrics.step(_record(run, result, seconds, scale, first))
+    run.metrics.step(_record(run, result, seconds, scale, samples))
     scale_can_fall = state.scaler.can_fall
     if verdict is not None:
         run.metrics.event("suspect_step", why=verdict.why, fault=verdict.kind, applied=not result.skipped)
@@ -195,9 +194,9 @@ def _report_stragglers(run: Run) -> None:
             run.metrics.say(f"isotron: straggler: {slow} (seconds a step by rank: {seconds})")
 
 
-def _record(run: Run, result: StepResult, seconds: float, scale: float, first: int) -> StepRecord:
+def _record(run: Run, result: StepResult, seconds: float, scale: float, samples: range) -> StepRecord:
     state, cfg = run.state, run.state.config
-    positions = cfg.train.global_batch_size * cfg.data.seq_length
+    positions = len(samples) * cfg.data.seq_length
     flops = step_flops(cfg.model, positions, cfg.data.seq_length) / seconds / state.model.mesh.size
     return StepRecord(
         step=state.step,
@@ -209,7 +208,7 @@ def _record(run: Run, result: StepResult, seconds: float, scale: float, first: i
         step_time_s=seconds,
         flops_per_s_per_device=flops,
         skipped=result.skipped,
-        sample_ids=(first, state.consumed_samples - 1),
+        sample_ids=(samples.start, samples.stop - 1),
         aux=result.aux,
         loss_scale=scale if cfg.train.dtype == "float16" else None,
     )
@@ -221,15 +220,27 @@ def save(run: Run) -> None:
 
 
 def evaluate(run: Run) -> float | None:
-    """Loss per token on the first `eval_iters` global batches of the validation data, the same on every rank.
+    """Loss per token of each validation set, reported; the mean over the sets.
 
     None when all ranks were told to stop meanwhile: whoever sends the signal does not wait for an evaluation.
     """
+    sets = run.valid_data if isinstance(run.valid_data, Mapping) else {"valid": run.valid_data or ()}
+    losses = []
+    for name, data in sets.items():
+        loss = _evaluate_set(run, name, data)
+        if loss is None:
+            return None
+        losses.append(loss)
+    return sum(losses) / max(len(losses), 1)
+
+
+def _evaluate_set(run: Run, name: str, data: Sequence[Any]) -> float | None:
+    """Loss per token on the first `eval_iters` global batches of a validation set, the same on every rank."""
     state, cfg = run.state, run.state.config
     total, tokens, started = 0.0, 0, time.perf_counter()
     with run.watchdog.phase("evaluation"):
         for i in range(cfg.train.eval_iters):
-            batches = run.batches(run.valid_data or (), i * cfg.train.global_batch_size)
+            batches = run.batches(data, i * cfg.train.global_batch_size, cfg.train.global_batch_size)
             terms = state.model.evaluate(batches)
             total += state.model.sum_terms(terms, ["loss"])[0]
             tokens += int(state.model.count_tokens(batches))
@@ -237,7 +248,7 @@ def evaluate(run: Run) -> float | None:
             if run.stop.agreed(state.ranks.group):
                 return None
     loss = total / max(tokens, 1)
-    run.metrics.evaluation(state.step, "valid", loss, tokens, time.perf_counter() - started)
+    run.metrics.evaluation(state.step, name, loss, tokens, time.perf_counter() - started)
     return loss
 
 

@@ -102,7 +102,7 @@ class Metrics:
         self._console.step(record)
 
     def evaluation(self, step: int, name: str, loss: float, tokens: int, seconds: float) -> None:
-        """Loss per token on held-out data called `name`, "valid" or "test": over how many tokens, in what time."""
+        """Loss per token on held-out data called `name` ("valid", "valid/NAME"): over how many tokens, in what time."""
         if self._file is None:
             return
         line = {"step": step, "eval": name, "eval_loss": loss, "eval_ppl": perplexity(loss)}

@@ -16,6 +16,7 @@ from isotron.config.schema import RunConfig
 from isotron.core.parallel.pipeline.tables import is_file
 from isotron.core.parallel.plan import Layout
 from isotron.launch import run_ranks
+from isotron.train.scaled_experts import scaled_experts
 from isotron.train.verify import Case, Measured, Row, compare, measure
 
 TOLERANCE = 1e-9
@@ -75,6 +76,7 @@ def scaled_model(config: RunConfig, layout: Layout) -> Any:
         "sliding_window": SEQUENCE // 3 if getattr(model, "sliding_window", 0) else 0,
         "first_window_layer": int(getattr(model, "first_window_layer", 0) > 0),
     }
+    sizes |= scaled_experts(model, sizes["num_layers"], layout.tp)
     small = replace(model, **{k: v for k, v in sizes.items() if hasattr(model, k)})
     return with_rotation(small) if hasattr(small, "rope_percent") else small
 
@@ -99,7 +101,7 @@ def scaled_case(config: RunConfig, inject: str = "") -> Case:
         SEQUENCE,
         micro,
         3 * micro * layout.dp,
-        isolate=config.data.reset_attention_mask,
+        isolate=config.data.reset_attention_mask or config.data.pack_documents,
         inject=inject,
     )
 

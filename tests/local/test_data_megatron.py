@@ -157,3 +157,29 @@ def test_masks_and_positions_are_equal(options: tuple[bool, bool, bool]) -> None
             assert batch.doc_ids is not None
             same = batch.doc_ids[i][:, None] == batch.doc_ids[i][None, :]
             assert torch.equal(hidden[0], ~(same & torch.ones(23, 23, dtype=torch.bool).tril()))
+
+
+@pytest.mark.parametrize("number", range(10))
+def test_random_configurations_are_equal(number: int, tmp_path: Path) -> None:
+    """Sources, lengths, weights, split, sequence length, seed and counts drawn at random: the same samples in order."""
+    random = np.random.RandomState(100 + number)
+    sources = int(random.randint(1, 6))
+    prefixes = [
+        pair(tmp_path / f"d{k}", random.randint(1, 60, int(random.randint(60, 200))).tolist()) for k in range(sources)
+    ]
+    weights = None if random.rand() < 0.3 else [float(w) for w in random.rand(sources) + 0.05]
+    split = f"{random.randint(70, 95)},{random.randint(5, 20)},0"
+    seq_length, seed = int(random.randint(4, 40)), int(random.randint(1, 10_000))
+    config = DataConfig(
+        data_path=tuple(w for k in range(sources) for w in ([str(weights[k])] if weights else []) + [prefixes[k]]),
+        split=split,
+        seq_length=seq_length,
+    )
+    epoch = sum(int(IndexedDataset(p).tokens) for p in prefixes) * 7 // (10 * seq_length)
+    # several sources without weights have one epoch in Megatron, and no more
+    count = int(random.randint(1, epoch if weights is None and sources > 1 else 3 * epoch))
+    train, valid = build_datasets(config, seed, (count, 5), lambda _: None)
+    theirs = megatron(seq_length, seed, [count, 5, 0], blend=(prefixes, weights), split=split)
+    assert train is not None and valid is not None
+    same_samples(train, theirs[0], count)
+    same_samples(valid, theirs[1], 5)

@@ -24,7 +24,7 @@ from isotron.launch import close_all
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
-OURS = ("model", "layout", "randomness")  # pages whose Python no other test runs
+OURS = ("model", "layout", "randomness", "data")  # pages whose Python no other test runs
 
 TRAIN = ["--train-iters", "2", "--eval-iters", "1", "--log-interval", "10", "--no-tensorboard"]
 RESUME = ["--train-iters", "4", "--eval-iters", "1", "--log-interval", "10", "--no-tensorboard"]
@@ -75,6 +75,8 @@ def shorter(words: list[str]) -> list[str]:
     """What is appended to a command so that it takes a second; the last occurrence of an option wins."""
     if "generate" in words or any("text_generation" in w for w in words):
         return GENERATE
+    if "tokenizer" in words:
+        return []
     if "train" in words or any("pretrain" in w for w in words):
         return RESUME if "--load" in words else TRAIN
     return []

@@ -25,6 +25,7 @@ FILES = {
     "unigram": (OURS / "sentencepiece" / "botchan_en_unigram_1000.model",),
     "t5": (OURS / "sentencepiece" / "t5_layout_26.model",),
     "r50k": (MORE / "tiktoken" / "r50k_base.tiktoken",),
+    "bert": (OURS / "bert" / "vocab.txt",),
     "cl100k": (MORE / "tiktoken" / "cl100k_base.tiktoken",),
 }
 
@@ -35,6 +36,8 @@ def tokenizer(name: str) -> FileTokenizer:
         pytest.skip(f"{files[0].name} is not here")
     if len(files) == 2:
         return build_tokenizer(TokenizerConfig(vocab_file=str(files[0]), merge_file=str(files[1])))  # type: ignore[return-value]
+    if files[0].name == "vocab.txt":
+        return build_tokenizer(TokenizerConfig(vocab_file=str(files[0])))  # type: ignore[return-value]
     return build_tokenizer(TokenizerConfig(tokenizer_model=str(files[0])))  # type: ignore[return-value]
 
 

@@ -326,3 +326,27 @@ def test_seeds_ids_and_notes_are_checked(tmp_path: Path) -> None:
         build_datasets(config(prefix), 1, (5, 0), quiet, vocab_size=50, eod=4)
     with pytest.raises(Refused, match="--reset-attention-mask with data .*\n.*no end-of-document id"):
         train(prefix, reset_attention_mask=True)
+
+
+def test_validation_sets_apart(tmp_path: Path) -> None:
+    a, b = pair(tmp_path / "a_text_document", [13] * 9), pair(tmp_path / "b", [11] * 9)
+    options = config(a, valid_data_path=(a, b), multiple_validation_sets=True)
+    _, sets = build_segments(options, 1, (3,), 5, quiet)
+    assert isinstance(sets, dict) and list(sets) == ["valid/a", "valid/b"] and all(len(s) >= 5 for s in sets.values())
+    assert build_segments(options, 1, (3,), 0, quiet)[1] is None
+
+
+def test_indexes_built_ahead_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from isotron.commands.build_index import build_index
+    from isotron.config.schema import RunConfig, changed
+
+    monkeypatch.setattr("isotron.data.index_cache.KEEP", 0)
+    prefix, cache = pair(tmp_path / "a", [13] * 90), str(tmp_path / "cache")
+    sizes = {"train_iters": 6, "global_batch_size": 2, "eval_iters": 0, "seq_length": 4, "vocab_size": 60_000}
+    run = changed(RunConfig(), data_path=(prefix,), split="1", data_cache_path=cache, **sizes)
+    assert build_index(run) == 0
+    said: list[str] = []
+    build_segments(run.data, run.train.seed, [12], 0, said.append, vocab_size=60_000)
+    assert said and not any("built" in line for line in said)
+    with pytest.raises(Refused, match="without --load"):
+        build_index(changed(run, load="runs/first"))

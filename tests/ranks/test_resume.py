@@ -156,12 +156,12 @@ def rows_read(cfg: Any, run_dir: str) -> dict[int, list[int]]:
     read: dict[int, list[int]] = {}
     original = loop.one_step
 
-    def spy(run: Any, batches: Any) -> None:
+    def spy(run: Any, batches: Any, samples: range) -> None:
         for batch in batches:
             for number, row in zip(batch.sample_ids.tolist(), batch.tokens.tolist(), strict=True):
                 assert number not in read
                 read[number] = row
-        original(run, batches)
+        original(run, batches, samples)
 
     loop.one_step = spy
     try:
