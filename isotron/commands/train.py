@@ -10,18 +10,19 @@ from datetime import datetime
 from isotron.commands.run_options import JSON, device_count, prepare, run_help, show_config
 from isotron.config.catalogue import Option
 from isotron.config.schema import RunConfig, changed
-from isotron.core.errors import refuse
+from isotron.core.errors import Refused, refuse
 from isotron.launch import World, from_environment, run_local
 from isotron.planner.advice import warnings
+from isotron.planner.fit import available_memory, memory_problem, out_of_memory
 from isotron.planner.job import Job
 
-MAIN = "isotron.train.main:main"
 OWN = {
     "build_index": Option(
         "build_index", "bool", False, "only build the indexes of the data, for a run that starts later"
     ),
     **JSON,
 }
+MAIN = "isotron.commands.train:on_rank"
 
 
 def run(words: Sequence[str]) -> int:
@@ -40,9 +41,41 @@ def run(words: Sequence[str]) -> int:
         from isotron.commands.build_index import build_index
 
         return build_index(prepared.config)
+    check_memory(prepared.config, world)
     config, directory = with_directories(prepared.config, world)
     processes = 1 if world is not None else config.layout.world
     return run_local(MAIN, processes, (config, directory))
+
+
+def on_rank(config: RunConfig, directory: str) -> int:
+    """One rank of the run; memory that runs out on the way is refused like memory that is too small at the start."""
+    from isotron.launch import stamp
+    from isotron.train.main import main
+
+    try:
+        return main(config, directory)
+    except (RuntimeError, MemoryError) as error:
+        refused = out_of_memory(config, error)
+        if refused is None:
+            raise
+        refused.__dict__.update(error.__dict__)  # when it arose
+        stamp(refused)
+        raise refused from error
+
+
+def check_memory(config: RunConfig, world: World | None) -> None:
+    """Refuse a run whose state and activations are larger than the memory that is free, on the CPU or on a device."""
+    devices = device_count(config.train.device)
+    processes = config.layout.world if world is None else world.local_size
+    if devices:
+        from isotron.core import device
+
+        free: float | None = device.total_memory(device.resolve("auto"))
+    else:
+        free = available_memory()
+    problem = None if free is None else memory_problem(config, free, not devices, processes)
+    if problem is not None:
+        raise Refused([problem])
 
 
 def advice(config: RunConfig, devices: int, world: World | None) -> list[str]:

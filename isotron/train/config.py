@@ -60,6 +60,9 @@ class FaultConfig:
     exit_duration_in_mins: float = option(
         0.0, "save and stop (exit code 143) after this long; 0 means never", unit="minutes"
     )
+    resume_check: bool = option(
+        True, "after a resume, the first step must give the loss that the run which saved found on the same batch"
+    )
     inject: tuple[str, ...] = option(
         (), "faults on purpose, KIND@STEP:RANK, kinds kill, kill-save, term, hang, slow, nan, glitch, bitflip, diskfull"
     )

@@ -117,14 +117,16 @@ class Deadline:
 class Watchdog:
     """Ends this process when no step is done for `timeout_s` seconds (0: never); a context manager.
 
-    It prints rank, last step and phase, then the stacks of all threads, and leaves with EXIT_STUCK at once, so that
-    whoever started the job can start it again. Time in which the whole process was stopped (Ctrl-Z) does not count.
+    It prints rank, last step and phase, the stacks of all threads, and what `survey()` says of the other ranks, and
+    leaves with EXIT_STUCK, so that whoever started the job can start it again. Time in which the whole process was
+    stopped (Ctrl-Z) does not count.
     """
 
     def __init__(self, timeout_s: float, rank: int = 0, on_stuck: Callable[[], None] | None = None) -> None:
         self.timeout_s, self.rank, self.last_step = timeout_s, rank, 0
         self._phase, self._limit, self._beats = "", timeout_s, 0
         self._on_stuck = on_stuck or self._leave
+        self.survey: Callable[[], str] = lambda: ""
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -181,6 +183,7 @@ class Watchdog:
     def _leave(self) -> None:
         os.write(2, self.message().encode())  # sys.stderr may belong to a progress bar or a lock that is held
         faulthandler.dump_traceback(file=2, all_threads=True)
+        os.write(2, self.survey().encode())
         os._exit(EXIT_STUCK)
 
 

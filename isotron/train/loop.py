@@ -134,6 +134,7 @@ def one_step(run: Run, batches: Sequence[Any], samples: range) -> None:
     state.consumed_samples = samples.stop
     state.skipped += result.skipped
     state.nan += not math.isfinite(result.loss)
+    run.saves.after_step(result.loss)
     run.watchdog.beat(state.step)
     run.metrics.step(_record(run, result, seconds, scale, samples))
     scale_can_fall = state.scaler.can_fall

@@ -17,6 +17,7 @@ from isotron.config.schema import RunConfig, changed, to_toml
 from isotron.core import device as devices
 from isotron.core.checkpoint.background import BackgroundSaver
 from isotron.core.checkpoint.disk import free_bytes
+from isotron.core.checkpoint.format import read_manifest
 from isotron.core.checkpoint.save import SPARE_BYTES
 from isotron.core.errors import refuse
 from isotron.core.mesh import AXES, Mesh
@@ -40,8 +41,10 @@ from isotron.train.injector import Injector
 from isotron.train.judge import Judge
 from isotron.train.loop import Run, train
 from isotron.train.metrics import FILE, Metrics
+from isotron.train.nextloss import Facts, NextLoss, read_expected
 from isotron.train.places import claim
 from isotron.train.saving import Saves
+from isotron.train.stacks import Stacks
 from isotron.train.state import GroupRanks, TrainState, find_checkpoint, load_state, state_bytes
 
 
@@ -105,6 +108,9 @@ def _prepare(
     saves = Path(config.checkpoint.save or directory)
     claim(state.ranks, {"--run-dir": directory, "--save": saves}, stack)
     check_space(state, saves)
+    stacks = Stacks(directory / "stacks", world.rank)
+    stack.enter_context(stacks.listening(state.ranks))
+    watchdog.survey = stacks.collect
     eod = None if tokenizer is None else tokenizer.eod
     train_data, valid_data = datasets(state, eod, say)
     if world.rank == 0:
@@ -119,7 +125,9 @@ def _prepare(
     metrics.start(state.step, config.train.train_iters, mesh.size, facts, peak, (state.skipped, state.nan))
     guard = FiniteGuard(state.skipped, state.nan)
     saved = state.step if loaded is not None and loaded.resolve().parent == saves.resolve() else -1
-    where = Saves(state, saves, files, metrics, watchdog, background(config, mesh, stack), saved)
+    expected = first_loss(state, loaded)
+    next_loss = NextLoss(world.rank == 0, expected, config.train.dtype)
+    where = Saves(state, saves, files, metrics, watchdog, background(config, mesh, stack), saved, next_loss)
     judge = Judge(config.faults, state.recent, where.wait_staged, lambda: state.scaler.can_fall)
     injector = Injector(config.faults.inject, world.rank, directory)
     where.before_write = injector.before_save
@@ -131,6 +139,16 @@ def _prepare(
     deadline = Deadline(config.faults.exit_duration_in_mins)
     reporting = (metrics, stop, watchdog, guard, judge, injector, deadline)
     return Run(state, train_data, valid_data, eod, where, *reporting, rebuild)
+
+
+def first_loss(state: TrainState, loaded: Path | None) -> Facts | None:
+    """What the first step must give, as rank 0 reads it; None where nothing is known or it is not to be compared."""
+    wanted = loaded is not None and state.step > 0 and state.config.faults.resume_check
+    if not wanted or loaded is None:
+        return None
+    found = read_expected(loaded, read_manifest(loaded).meta, state.config) if state.ranks.rank == 0 else None
+    raw = state.ranks.broadcast_json(None if found is None else asdict(found))
+    return None if raw is None else Facts(**raw)
 
 
 def background(config: RunConfig, mesh: Mesh, stack: ExitStack) -> BackgroundSaver | None:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from isotron.core.checkpoint.background import BackgroundSaver
 from isotron.core.errors import Refused
 from isotron.train.faults import Watchdog
 from isotron.train.metrics import Metrics
+from isotron.train.nextloss import Facts, NextLoss
 from isotron.train.state import TrainState, save_state, start_save
 
 
@@ -34,6 +35,7 @@ class Saves:
     watchdog: Watchdog
     saver: BackgroundSaver | None = None
     step: int = -1
+    next_loss: NextLoss = field(default_factory=lambda: NextLoss(False))
     before_write: Callable[[int], None] = lambda step: None
 
     @property
@@ -99,7 +101,14 @@ class Saves:
         self.step = self.state.step
         self._say_saved(self.step, path)
 
+    def after_step(self, loss: float) -> None:
+        """A step has been taken: its loss is what a run that resumes from the step before must find."""
+        state = self.state
+        self.next_loss.after(Facts(state.step, state.consumed_samples, loss), self.step == state.step - 1)
+
     def _say_saved(self, step: int, path: Path | None) -> None:
+        if path is not None:
+            self.next_loss.saved(step, path)
         self.metrics.event("saved", step=step, path=str(path))
         self.metrics.say(f"isotron: saved {path}")
 

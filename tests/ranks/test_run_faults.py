@@ -34,7 +34,7 @@ def faulty(cfg: Any, run_dir: str, kind: str, rank: int, step: int, launcher: in
     mine = int(os.environ["RANK"])
     Path(run_dir, f"pid{mine}").write_text(str(os.getpid()), encoding="utf-8")
 
-    def one_step(run: Any, batches: Any) -> None:
+    def one_step(run: Any, *rest: Any) -> None:
         if mine == rank and run.state.step == step:
             if kind == "hang":
                 time.sleep(1000)
@@ -48,7 +48,7 @@ def faulty(cfg: Any, run_dir: str, kind: str, rank: int, step: int, launcher: in
             }[kind]
             os.kill(to, number)
             time.sleep(0.5)
-        original(run, batches)
+        original(run, *rest)
 
     loop.one_step = one_step
     return main(cfg, run_dir)
@@ -153,6 +153,10 @@ def test_a_hanging_rank_is_ended_by_the_watchdog(tmp_path: Path, capfd: Any) -> 
     assert "no progress for 4 s, after step 3" in err and "failed: exit code 75" in err
     assert "time.sleep" in err or "in one_step" in err  # the stack that tells why
     assert sorted(runs.lines(tmp_path)) == [1, 2, 3]
+    assert (
+        "rank 0 waits in comm." in err and "rank 1 is in no collective" in err and "the others wait for rank 1" in err
+    )
+    assert "sleep" in (tmp_path / "stacks" / "rank_00001.txt").read_text() or "faulty" in err
 
 
 def test_the_command_stops_at_a_signal_and_goes_on_with_the_same_words(tmp_path: Path) -> None:
@@ -254,8 +258,8 @@ def watched(cfg: Any, run_dir: str) -> tuple[list[int], list[tuple[int, int]]]:
     sizes, alive = [], []
     step, save = loop.one_step, loop.save
 
-    def one_step(run: Any, batches: Any) -> None:
-        step(run, batches)
+    def one_step(run: Any, *rest: Any) -> None:
+        step(run, *rest)
         run.state.model.wait_weights()
         alive.append(live_tensors())
 

@@ -1,7 +1,8 @@
-"""Runs in which steps are suspect, injected on one rank: skipped, run again, rewound; counters and data as they must be."""
+"""Runs in which steps are suspect, injected on one rank: skipped, run again, rewound; counters and data are right."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -63,3 +64,20 @@ def test_the_time_of_a_job_ends_and_the_next_goes_on(ranks: Any, tmp_path: Path)
     assert (tmp_path / "latest").read_text().strip() == "step_00000001"
     assert ranks(2, runs.train, cfg, home) == [0, 0]
     assert sorted(runs.lines(home)) == [1, 2, 3, 4]
+
+
+def test_the_first_loss_after_a_resume_is_compared(ranks: Any, tmp_path: Path) -> None:
+    """It is kept beside each checkpoint but the last, holds in another layout, and refuses weights that are others."""
+    home = str(tmp_path)
+    cfg = runs.config("llama", dp=2, train_iters=4, save=home, save_interval=1, async_save=True, dtype="float64")
+    assert ranks(2, runs.train, cfg, home) == [0, 0]
+    kept = {s: json.loads((tmp_path / f"step_0000000{s}" / "next.json").read_text()) for s in (1, 2, 3)}
+    assert {s: f["loss"] for s, f in kept.items()} == {s: runs.lines(home)[s + 1] for s in kept}
+    assert not (tmp_path / "step_00000004" / "next.json").exists()
+    other = runs.changed(cfg, dp=1, tp=2, load=runs.step_dir(home, 2), save=f"{home}/b", train_iters=3)
+    (tmp_path / "step_00000001" / "next.json").write_text(json.dumps({**kept[1], "loss": kept[1]["loss"] + 0.1}))
+    wrong = runs.changed(other, load=runs.step_dir(home, 1), save=f"{home}/c")
+    assert ranks(2, runs.train, other, f"{home}/b") == [0, 0]
+    with pytest.raises(Refused, match="step 2 gives the loss"):
+        ranks(2, runs.train, wrong, f"{home}/c")
+    assert ranks(2, runs.train, runs.changed(wrong, resume_check=False), f"{home}/c") == [0, 0]

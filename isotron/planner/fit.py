@@ -1,0 +1,70 @@
+"""Does a run fit into the memory that is free, before any process starts? PURE.
+
+The bytes are the planner's; what is free is asked for where the processes will run.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from isotron.config.schema import RunConfig
+from isotron.core.errors import Problem, Refused, refuse
+from isotron.planner.job import Job
+from isotron.planner.memory import Bytes, plan_memory
+
+GB = 1e9
+
+
+def rank_bytes(config: RunConfig) -> list[float]:
+    """Bytes of one process of every pipeline rank, copies for saves in the background with them."""
+    job = Job.of(config)
+    staged = config.checkpoint.async_save and config.train.device == "cpu"
+    return [b.total + (_staged(job, b) if staged else 0.0) for b in plan_memory(job)]
+
+
+def _staged(job: Job, b: Bytes) -> float:
+    """What a rank copies: its share of the weights, and its optimizer state."""
+    share = 1 if job.layout.shards_optimizer else job.dp
+    return b.weights / job.dp + (b.masters + b.moments) / share
+
+
+def memory_problem(config: RunConfig, free: float, on_cpu: bool, processes: int) -> Problem | None:
+    """Why the run does not fit into `free` bytes: of this machine for `processes` of it, or of one device."""
+    every = rank_bytes(config)
+    need = sum(every) / len(every) * processes if on_cpu else max(every)
+    if need <= free:
+        return None
+    b = max(plan_memory(Job.of(config)), key=lambda b: b.total)
+    parts = {"weights": b.weights, "gradients": b.gradients, "masters and moments": b.masters + b.moments,
+             "activations": b.total - b.states}  # fmt: skip
+    detail = ", ".join(f"{name} {size / GB:.3g}" for name, size in parts.items())
+    layout = config.layout
+    asked = f"a model of this size with --tp {layout.tp} --pp {layout.pp} --dp {layout.dp} --dtype {config.train.dtype}"
+    where = f"{processes} process(es) on this machine need" if on_cpu else "the fullest device needs"
+    case = f"{where} {need / GB:.3g} GB and {free / GB:.3g} GB are free (a rank's GB: {detail})"
+    fewer = max(1, int(config.model.num_layers * free / need / 2))
+    return Problem(asked, case, f"--num-layers {fewer}, or more machines: isotron plan says how many")
+
+
+def out_of_memory(config: RunConfig, error: BaseException) -> Refused | None:
+    """The refusal for a failed allocation, with the planner's bytes; None for other errors."""
+    text = str(error)
+    if not isinstance(error, MemoryError) and not any(words in text for words in _FAILED):
+        return None
+    need = max(rank_bytes(config))
+    asked = f"--micro-batch-size {config.train.micro_batch_size} --seq-length {config.data.seq_length}"
+    case = f"memory ran out; a rank was planned to need {need / GB:.3g} GB: {text.splitlines()[0] if text else ''}"
+    return refuse(asked, case, "--recompute full, --micro-batch-size 1, or more --tp, --pp and --dp", exit_code=1)
+
+
+_FAILED = ("can't allocate memory", "out of memory")
+
+
+def available_memory(file: Path = Path("/proc/meminfo")) -> float | None:
+    """Bytes that new processes of this machine can have; None where the system does not say."""
+    if not file.exists():
+        return None
+    for line in file.read_text(encoding="ascii").splitlines():
+        if line.startswith("MemAvailable:"):
+            return float(line.split()[1]) * 1024
+    return None
