@@ -321,3 +321,29 @@ def test_sentences(text: str, sentences: list[str]) -> None:
     assert split_sentences(text) == sentences
     kept = split_sentences(text, keep_newlines=True)
     assert "".join(kept).strip() == text.strip() and len(kept) == len(sentences)
+
+
+MEMORY = """
+import resource, sys
+from isotron.data.preprocess import preprocess
+from isotron.tokenizers.build import build_tokenizer
+from isotron.tokenizers.config import TokenizerConfig
+if __name__ == "__main__":
+    tokenizer = build_tokenizer(TokenizerConfig(tokenizer_model=sys.argv[3]))
+    preprocess([sys.argv[1]], sys.argv[2], tokenizer, workers=2, log=lambda _: None)
+    print(max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)))
+"""
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_the_input(tmp_path: Path) -> None:
+    script, peaks = tmp_path / "job.py", []
+    script.write_text(MEMORY)
+    text = (ROOT / "assets" / "text" / "train.jsonl").read_bytes()
+    for times in (10, 20):  # 50 and 100 MB
+        (tmp_path / "a.jsonl").write_bytes(text * times)
+        words = [sys.executable, str(script), str(tmp_path / "a.jsonl"), str(tmp_path / "out")]
+        words.append(str(ROOT / "assets" / "demo_tokenizer"))
+        env = {**os.environ, "PYTHONPATH": str(ROOT)}
+        peaks.append(int(subprocess.run(words, env=env, check=True, capture_output=True, text=True).stdout))
+    assert peaks[1] < 1.1 * peaks[0] and peaks[1] < 600_000  # KB

@@ -249,7 +249,19 @@ def test_a_run_with_all_of_it_goes_on_where_it_was(tmp_path: Path) -> None:
 
     a, b = pair(tmp_path / "a", [9, 5, 3, 12, 7] * 30), pair(tmp_path / "b", [6] * 40)
     model = ["--family", "llama", "--num-layers", "1", "--hidden-size", "32", "--num-attention-heads", "2"]
-    model += ["--seq-length", "16", "--vocab-size", "1100", "--dtype", "float64", "--device", "cpu", "--no-tensorboard"]
+    model += [
+        "--tokenizer-type",
+        "NullTokenizer",
+        "--seq-length",
+        "16",
+        "--vocab-size",
+        "1100",
+        "--dtype",
+        "float64",
+        "--device",
+        "cpu",
+        "--no-tensorboard",
+    ]
     data = ["--data-path", a, "--valid-data-path", a, b, "--multiple-validation-sets", "--pack-documents"]
     run = ["--global-batch-size", "6", "--rampup-batch-size", "2,2,8", "--skip-samples", "11-13", "--eval-iters", "1"]
 
