@@ -243,6 +243,11 @@ def total_memory(device: torch.device) -> int | None:
         return None
 
 
+def has_wide_products(device: torch.device) -> bool:
+    """Whether a product of 16-bit matrices can be had in float32, as it is summed, instead of rounded to 16 bits."""
+    return device.type == "cuda" and hasattr(torch.ops.aten.mm, "dtype")
+
+
 def has_grouped_matmul(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether one call multiplies the rows of many experts, and faster than one product each."""
-    return dtype is torch.bfloat16 and hasattr(torch, "_grouped_mm") and device.type in ("cpu", "cuda")
+    return device.type == "cuda" and dtype is torch.bfloat16 and hasattr(torch, "_grouped_mm")

@@ -21,6 +21,7 @@ from isotron.core.checkpoint.weights import load_weights
 from isotron.core.errors import refuse
 from isotron.core.layout import Box, Ints
 from isotron.core.mesh import AXES, Mesh
+from isotron.core.models.hf_names import Mapped
 from isotron.core.parallel.model import ParallelModel
 from isotron.core.parallel.plan import Layout
 from isotron.hub import export
@@ -59,7 +60,7 @@ def stream(model: ParallelModel) -> Iterator[tuple[str, Tensor]]:
     Collective: every rank takes every item, before the weights change. Memory: one of our tensors at a time.
     """
     live = _Live(model)
-    for mapped in spelling_of(model.config.family).tensors(model.config):
+    for mapped in _in_order(model):
         ours = live.whole(mapped.ours)
         for name, rows in mapped.theirs().items():
             out = export.gather(_One(mapped.ours, ours), mapped, name, (rows, *ours.shape[1:]), ours.dtype)
@@ -168,13 +169,19 @@ def _planned(model: ParallelModel) -> list[Planned]:
     cfg = model.config
     table = cfg.layout(cfg.vocab_size)
     found = []
-    for mapped in spelling_of(cfg.family).tensors(cfg):
+    for mapped in _in_order(model):
         rule = table.rule(mapped.ours)
         ours, dtype = rule.shape, model.wide if rule.buffer else model.dtype
         for name, rows in mapped.theirs().items():
             shape = (rows, *ours[1:])
             found.append(Planned(name, dtype, shape[::-1] if mapped.transposed else shape, _never))
     return found
+
+
+def _in_order(model: ParallelModel) -> list[Mapped]:
+    """All tensors, the wide ones first: the order in which a file of several types is written."""
+    table = model.config.layout(model.config.vocab_size)
+    return sorted(spelling_of(model.config.family).tensors(model.config), key=lambda m: not table.rule(m.ours).buffer)
 
 
 def _never() -> Tensor:

@@ -101,15 +101,25 @@ def _tie(tied: Mapping[str, str], placed: Mapping[str, Placed], first: bool, las
 
 def stage_names(table: Table, layers: range, first: bool, last: bool) -> Iterator[str]:
     """Parameter names of a stage in the order in which its modules are registered."""
+    aliases = {alias for alias, _ in table.ties if alias.startswith("mtp")}
     modules = [*(_FIRST if first else ()), *(_LAST if last else ())]
     latent = any(rule.pattern.endswith("attention.kv_up.weight") for rule in table.rules)
     block = ("attention_norm", *(_LATENT if latent else _ATTENTION), *_MLP)
     modules += [f"layers.{i}.{part}" for i in layers for part in block]
+    if last:
+        modules += _predictions(table, block)
     for module in modules:
         for leaf in ("weight", "bias"):
             name = f"{module}.{leaf}"
-            if any(_matches(name, rule.pattern) for rule in table.rules):
+            if name in aliases or any(_matches(name, rule.pattern) for rule in table.rules):
                 yield name
+
+
+def _predictions(table: Table, block: tuple[str, ...]) -> list[str]:
+    """Modules for tokens further ahead, after all blocks."""
+    depths = sorted({int(rule.pattern.split(".")[1]) for rule in table.rules if rule.pattern.startswith("mtp.")})
+    parts = ("enorm", "hnorm", "join", *(f"block.{part}" for part in block), "norm")
+    return [*(["mtp_embed"] if depths else []), *(f"mtp.{k}.{part}" for k in depths for part in parts)]
 
 
 def _matches(name: str, pattern: str) -> bool:

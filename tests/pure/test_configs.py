@@ -20,6 +20,7 @@ WORLDS = {
     "tiny.toml": (None, 0, 1),
     "llama3-8b.toml": (64, 8, 16),
     "gpt-175b.toml": (1024, 8, 8),
+    "mixtral-8x7b.toml": (128, 8, 4),
 }
 
 

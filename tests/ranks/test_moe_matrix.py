@@ -75,3 +75,10 @@ def test_the_batch_kind_depends_on_the_microbatch_and_on_nothing_else(ranks: Cal
     split = replace(case, layout=replace(case.layout, tp=2, sequence_parallel=True))
     assert all(row.passes for row in compare(ranks(2, measure, split, timeout=120)[0], one))
     assert any(not row.passes for row in compare(measure(replace(case, micro_batch=1)), one))
+
+
+def test_context_parallel_ranks_share_sequences(ranks: Callable[..., list[Any]]) -> None:
+    base = case_of({"layout": "1", "model": "global", "microbatch": 2, "recompute": "none"})
+    case = replace(base, model=mixtral(moe_shared_expert_intermediate_size=16))
+    split = replace(case, layout=replace(case.layout, cp=2, tp=2, sequence_parallel=True))
+    assert faults(ranks(4, measure, split, timeout=120)[0], reference_of(case)) == []

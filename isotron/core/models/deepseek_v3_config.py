@@ -109,7 +109,8 @@ PRESETS: dict[str, DeepseekV3Config] = {
         4, 64, 4, 4, ffn_hidden_size=128, q_lora_rank=32, kv_lora_rank=24, qk_head_dim=16, qk_pos_emb_head_dim=8,
         v_head_dim=16, num_experts=8, moe_router_topk=2, moe_ffn_hidden_size=32, moe_layer_freq="[0]*1+[1]*3",
         moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True, moe_router_num_groups=4,
-        moe_router_group_topk=2, moe_router_topk_scaling_factor=2.5, moe_shared_expert_intermediate_size=32,
+        moe_router_group_topk=2, moe_router_group_scores=2, moe_router_topk_scaling_factor=2.5,
+        moe_shared_expert_intermediate_size=32,
         moe_aux_loss_coeff=1e-4,
     ),
     "deepseek-v3": DeepseekV3Config(

@@ -54,7 +54,7 @@ def write_config(cfg: DeepseekV3Config) -> dict[str, Any]:
     """The fields of config.json that say what the weights compute."""
     written_only_if(
         cfg, MODEL_TYPE, moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True,
-        moe_router_group_scores=2, moe_shared_expert_gate=False,
+        group_scores=2, moe_shared_expert_gate=False,
     )  # fmt: skip
     return {
         **deepseek_hf.write_latent(cfg),

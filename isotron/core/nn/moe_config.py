@@ -80,6 +80,11 @@ class MoEConfig:
         return int(getattr(self, "num_layers", 0))
 
     @property
+    def group_scores(self) -> int:
+        """Best scores that rank a group, with the default filled in."""
+        return self.moe_router_group_scores or max(1, self.moe_router_topk // max(1, self.moe_router_group_topk))
+
+    @property
     def expert_width(self) -> int:
         """F of one expert."""
         return self.moe_ffn_hidden_size or int(getattr(self, "ffn", 0))

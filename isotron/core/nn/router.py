@@ -24,14 +24,22 @@ from isotron.core.nn.linear import GradSink, sink_of
 from isotron.core.nn.moe_config import MoEConfig
 from isotron.core.random import key, uniform
 
+Terms = dict[str, tuple[Tensor, float]]
 SINKHORN_ROUNDS = 16  # a fixed number: a test for convergence would make one sequence depend on its neighbours
 
 
 class Sequence(Protocol):
     """Socket: the ranks that hold parts of the same sequences, in order."""
 
-    index: int
-    size: int
+    @property
+    def index(self) -> int:
+        """Which part of dimension 1 this rank holds."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """Parts of a sequence."""
+        ...
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum over the ranks, without a gradient."""
@@ -155,7 +163,9 @@ class Router(nn.Module):
         weights = weights * cfg.moe_router_topk_scaling_factor
         routing = self._limited(weights, experts)
         if self.training and ctx.terms is not None:
-            self._report(ctx, logits, scores if softmax else scores / scores.sum(-1, keepdim=True), experts, routing)
+            self._report(
+                ctx, ctx.terms, logits, scores if softmax else scores / scores.sum(-1, keepdim=True), experts, routing
+            )
         return routing
 
     def _jittered(self, x_BSD: Tensor, ctx: Context) -> Tensor:
@@ -184,8 +194,7 @@ class Router(nn.Module):
                 )
             if cfg.moe_router_num_groups:
                 groups, chosen = cfg.moe_router_num_groups, cfg.moe_router_group_topk
-                counted = cfg.moe_router_group_scores or max(1, cfg.moe_router_topk // chosen)
-                chosen_by = in_groups(chosen_by, groups, chosen, counted)
+                chosen_by = in_groups(chosen_by, groups, chosen, cfg.group_scores)
             return best(chosen_by, cfg.moe_router_topk)
 
     def _sinkhorn(self, logits: Tensor) -> Tensor:
@@ -208,9 +217,11 @@ class Router(nn.Module):
         slots = capacity if cfg.moe_pad_expert_input_to_capacity else 0
         return Routing(weights, experts.masked_fill(~kept, e), e, True, slots)
 
-    def _report(self, ctx: Context, logits: Tensor, shares: Tensor, experts: Tensor, routing: Routing) -> None:
+    def _report(
+        self, ctx: Context, terms: Terms, logits: Tensor, shares: Tensor, experts: Tensor, routing: Routing
+    ) -> None:
         """The block's terms: balance and z (sums over sequences), visits per expert, dropped visits."""
-        cfg, terms = self.cfg, ctx.terms
+        cfg = self.cfg
         counts_BE = torch.zeros_like(shares[:, 0]).scatter_add_(
             1, experts.flatten(1), torch.ones_like(shares[:, :1, :1]).expand(experts.shape).flatten(1)
         )
