@@ -50,8 +50,7 @@ def train(layout: Layout, steps: int, rank: int = 0) -> list[float]:
         batches = microbatches(step, mesh.coordinate["dp"], layout.dp)
         tokens = model.count_tokens(batches)
         terms = model.forward_backward(batches, weight=1 / tokens)
-        counts_here = layout.shards_optimizer or mesh.coordinate["dp"] == 0
-        norm = global_norm(optimizer.views, counts_here, mesh.group(*AXES))
+        norm = global_norm(optimizer.views, mesh.group(*AXES))
         factor = clip_factor(norm, limit=1.0)
         optimizer.step(learning_rate(schedule, step), weight_decay(schedule, step), factor)
         model.gather_weights()

@@ -136,20 +136,33 @@ def reduce_scatter(x: Tensor, group: Group, dim: int) -> Tensor:
     return start_reduce_scatter(x, group, dim).wait()
 
 
-def start_reduce_flat(flat: Tensor, cuts: Sequence[int], group: Group) -> Pending:
-    """Sum a flat buffer over the group; rank i's run [cuts[i], cuts[i+1]) of its own buffer becomes the sum.
+def start_reduce_flat(
+    flat: Tensor, cuts: Sequence[int], group: Group, into: Tensor | None = None, add: bool = False
+) -> Pending:
+    """Sum a flat buffer over the group; rank i gets the sum of everybody's run [cuts[i], cuts[i+1]).
 
-    Runs may be uneven or empty. The sum is taken in rank order whatever the transport, so it is reproducible.
+    It goes to the own run of the buffer, or replaces `into` (which may be wider), or is added to it. Runs may be uneven
+    or empty. The sum is taken in rank order whatever the transport, so it is reproducible.
     """
     mine = flat[cuts[group.index] : cuts[group.index + 1]]
+    target = mine if into is None else into
     if group.size == 1:
-        return done(mine)
+        return Pending((), lambda: _put_sum(mine[None], target, add)) if into is not None else done(mine)
     lengths = [b - a for a, b in zip(cuts, cuts[1:], strict=False)]
     received = flat.new_empty((group.size, mine.numel()))
     work = dist.all_to_all_single(
         received.view(-1), flat, [mine.numel()] * group.size, lengths, group=group.handle, async_op=True
     )
-    return Pending((work,), lambda: torch.sum(received, 0, out=mine) if mine.numel() else mine)
+    return Pending((work,), lambda: _put_sum(received, target, add))
+
+
+def _put_sum(parts: Tensor, into: Tensor, add: bool) -> Tensor:
+    """The sum of parts over dimension 0 in `into`."""
+    if not into.numel():
+        return into
+    if add:
+        return into.add_(torch.sum(parts, 0, dtype=into.dtype))
+    return torch.sum(parts, 0, dtype=into.dtype, out=into)
 
 
 def start_gather_flat(flat: Tensor, cuts: Sequence[int], group: Group) -> Pending:

@@ -26,8 +26,10 @@ def key(seed: int, name: str, *numbers: int) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
-def normal_pieces(out: Tensor, pieces: Iterable[Piece], shape: tuple[int, ...], seed: int, name: str) -> None:
-    """Fill the pieces of a local tensor with standard normal numbers of the global tensor `name` of `shape`."""
+def normal_pieces(
+    out: Tensor, pieces: Iterable[Piece], shape: tuple[int, ...], seed: int, name: str, std: float = 1.0
+) -> None:
+    """Fill the pieces of a local tensor with normal numbers of the global tensor `name` of `shape`, tile by tile."""
     generator = torch.Generator()
     for piece in pieces:
         box = piece.global_box
@@ -44,7 +46,7 @@ def normal_pieces(out: Tensor, pieces: Iterable[Piece], shape: tuple[int, ...], 
             if common is None:
                 continue
             target = common.relative_to(box).shifted(piece.local_box.offset)
-            out[target.slices()] = numbers[common.relative_to(Box(corner, size)).slices()].to(out)
+            out[target.slices()] = (numbers[common.relative_to(Box(corner, size)).slices()] * std).to(out)
 
 
 def normal(shape: tuple[int, ...], seed: int, name: str) -> Tensor:

@@ -52,12 +52,12 @@ class Bytes:
 
 def states(job: Job, parts: Sequence[StagePart], dp_rank: int | None = None) -> Bytes:
     """The exact bytes of a rank's state; without `dp_rank` those of the data-parallel rank that has most."""
-    sharded, ways = job.layout.shards_optimizer, job.data_ranks
-    held = sum(p.elements for p in parts)
-    runs = [sum(p.run(i, sharded) for p in parts) for i in (range(ways) if dp_rank is None else (dp_rank,))]
-    stepped = max(runs)
-    masters = stepped * job.wide if job.wide != job.element else 0
-    return Bytes(held * job.element, held * job.wide, masters, 2 * stepped * job.wide)
+    ways, zero = job.layout.shard_ranks, job.layout.zero_stage
+    whole = sum(p.elements for p in parts)
+    own = max(sum(p.run(i) for p in parts) for i in (range(ways) if dp_rank is None else (dp_rank % ways,)))
+    weights, gradients = (whole if zero < 3 else own), (whole if zero < 2 else own)
+    masters = own * job.wide if job.wide != job.element else 0
+    return Bytes(weights * job.element, gradients * job.wide, masters, 2 * own * job.wide)
 
 
 def plan_memory(job: Job, context: float = 0.0) -> list[Bytes]:

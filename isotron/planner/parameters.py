@@ -15,7 +15,7 @@ from math import prod
 from typing import Any
 
 from isotron.core.layout import Placed, Table, shard
-from isotron.core.parallel.buckets import Span, cut_buckets, lateness, partial_pieces, partial_rule
+from isotron.core.parallel.buckets import DENSE, Span, cut_buckets
 from isotron.core.parallel.plan import Layout, split_layers
 from isotron.core.parallel.split import model_costs
 
@@ -49,13 +49,9 @@ class StagePart:
         """Weights held, padding and replicas included."""
         return sum(prod(p.shard.shape) for p in self.placed.values())
 
-    def run(self, dp: int, sharded: bool) -> int:
-        """Elements that data-parallel rank `dp` steps; all of them where the optimizer is not sharded."""
-        return sum(s.cuts[dp + 1] - s.cuts[dp] for s in self.spans) if sharded else self.elements
-
-    def largest_run(self, ways: int, sharded: bool) -> int:
-        """Most elements that any data-parallel rank steps."""
-        return max(self.run(i, sharded) for i in range(ways)) if sharded else self.elements
+    def run(self, index: int) -> int:
+        """Elements that rank `index` of those that share the shards steps."""
+        return sum(b - a for a, b in (s.run(index) for s in self.spans))
 
 
 @lru_cache(maxsize=4096)
@@ -86,10 +82,11 @@ def _part(table: Table, number: int, layers: range, layout: Layout, tp_rank: int
         rule = table.rule(canonical)
         placed[name] = Placed(canonical, rule, shard(rule, coordinate, sizes), counts=canonical == name)
     tie = _tie(tied, placed, first, last)
-    late = lateness(partial_pieces(placed, partial_rule(layout.sequence_parallel)), tie)
-    order = sorted(reversed(placed), key=lambda n: late.get(n, 0))
-    shapes = {n: placed[n].shard.shape for n in order}
-    spans = cut_buckets(shapes, late, layout.ddp_bucket_size, max(layout.dp, 1) * layout.cp)
+    classes = layout.classes(tie)
+    shapes = {n: p.shard.shape for n, p in placed.items()}
+    kinds = {n: classes.of(n, p) for n, p in placed.items()}
+    spans = cut_buckets(shapes, kinds, layout.ddp_bucket_size, {DENSE: layout.shard_ranks})
+    order = [n for span in spans for n in span.names]
     return StagePart(number, layers, {n: placed[n] for n in order}, tuple(spans))
 
 

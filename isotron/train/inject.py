@@ -17,6 +17,7 @@ from isotron.core.mesh import ALONE
 from isotron.core.nn.linear import Linear, Socket, Wait
 from isotron.core.parallel.data import Flat
 from isotron.core.parallel.model import ParallelModel
+from isotron.core.parallel.shards import Bucket
 
 INJECTIONS = ("drop-allreduce", "double-bias")
 
@@ -51,7 +52,7 @@ def _dropped_sum(model: ParallelModel) -> Iterator[None]:
         for flat, tie in ties:
             flat.tie = tie
     elif layout.dp > 1:
-        with patch.object(Flat, "_start", _start_without_first(Flat._start)):
+        with _without_first_bucket(model):
             yield
     elif layout.tp > 1:
         for stage in model.stages.values():
@@ -65,18 +66,23 @@ def _dropped_sum(model: ParallelModel) -> Iterator[None]:
         )
 
 
-def _start_without_first(start: Any) -> Any:
+@contextmanager
+def _without_first_bucket(model: ParallelModel) -> Iterator[None]:
     """Every bucket but a stage's first is reduced."""
+    real_shards, real_copies = Bucket.sum_shards, Bucket.sum_copies
+    first = {id(stage.flat.buckets[0]) for stage in model.stages.values()}
 
-    def start_some(flat: Flat, bucket: Any) -> None:
-        if bucket is flat.buckets[0]:
-            for sink in bucket.sinks:
-                sink.clear_if_fresh()
-            bucket.reducing = comm.done(flat.grads[bucket.start : bucket.stop])
-        else:
-            start(flat, bucket)
+    def shards(bucket: Bucket, full: Tensor, add: bool) -> comm.Pending:
+        if id(bucket) not in first:
+            return real_shards(bucket, full, add)
+        bucket.own_total.copy_(full[bucket.run] + (bucket.own_total if add else 0))
+        return comm.done(bucket.own_total)
 
-    return start_some
+    def copies(bucket: Bucket) -> comm.Pending:
+        return comm.done(bucket.own_total) if id(bucket) in first else real_copies(bucket)
+
+    with patch.object(Bucket, "sum_shards", shards), patch.object(Bucket, "sum_copies", copies):
+        yield
 
 
 @dataclass(frozen=True)

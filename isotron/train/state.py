@@ -100,10 +100,8 @@ def saved_tensors(state: TrainState) -> Iterator[Saved]:
         yield Saved(name, state.model.dtype, shape, pieces)
     for name, shape, pieces in state.model.buffer_pieces():
         yield Saved(name, state.model.wide, shape, pieces)
-    # without ZeRO every data-parallel rank has all of the optimizer state, and the first one saves it
-    mine = state.model.layout.shards_optimizer or state.model.mesh.group("cp", "dp").index == 0
     for name, view, dtype, pieces in state.optimizer.pieces():
-        yield Saved(name, dtype, view.placed.rule.shape, pieces if mine else [])
+        yield Saved(name, dtype, view.placed.rule.shape, pieces if view.counts else [])
 
 
 def save_state(state: TrainState, directory: Path, files: dict[str, bytes | Path]) -> Path:
@@ -139,10 +137,8 @@ def saved_meta(state: TrainState) -> dict[str, Any]:
 
 def state_bytes(state: TrainState) -> int:
     """Bytes of optimizer state in a checkpoint, over all ranks."""
-    model = state.model
-    mine = model.layout.shards_optimizer or model.mesh.coordinate["dp"] == 0
-    parts = (t for _, _, _, pieces in state.optimizer.pieces() for _, t in pieces) if mine else ()
-    total = torch.tensor(sum(t.nbytes for t in parts), device=model.device)
+    parts = (t for _, view, _, pieces in state.optimizer.pieces() if view.counts for _, t in pieces)
+    total = torch.tensor(sum(t.nbytes for t in parts), device=state.model.device)
     return int(comm.all_reduce(total, state.ranks.group))
 
 

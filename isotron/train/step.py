@@ -56,8 +56,7 @@ def train_step(
     (loss,) = model.sum_terms(terms, ["loss"])
     loss /= max(tokens, 1.0)
 
-    counts_here = model.layout.shards_optimizer or model.mesh.group("cp", "dp").index == 0
-    norm = global_norm(optimizer.views, counts_here, model.mesh.group(*AXES), scaler.scale, model.device)
+    norm = global_norm(optimizer.views, model.mesh.group(*AXES), scaler.scale, model.device)
     factor = clip_factor(norm, optimizer.cfg.clip_grad) / scaler.scale
     overflow = not (math.isfinite(norm) and math.isfinite(loss))
     lr = learning_rate(schedule, optimizer.updates)

@@ -40,7 +40,7 @@ class Case:
 
     `batch_multiples`: step i has multiples[i % len] x `global_batch` samples, whatever the layout makes of them.
     `masked_steps`: steps in which no token counts. `isolate`: two documents per sample that do not see each other.
-    `device`: "cpu", or "cuda" with one device per rank.
+    `frozen`: patterns of parameters that are not trained. `device`: "cpu", or "cuda" with one device per rank.
     """
 
     model: Any
@@ -55,6 +55,7 @@ class Case:
     seed: int = 7
     isolate: bool = False
     inject: str = ""
+    frozen: tuple[str, ...] = ()
     device: str = "cpu"
     # epsilon far above rounding keeps Adam from turning the last bit of a tiny gradient into a step
     optim: OptimConfig = OptimConfig(clip_grad=1.0, adam_eps=1e-6)
@@ -110,13 +111,12 @@ def microbatches(case: Case, step: int, dp: Group) -> list[Batch]:
 def randomise(model: ParallelModel, seed: int) -> None:
     """Every weight, bias and gain random, so that no term can hide behind a zero or a one."""
     for stage in model.stages.values():
-        for name, placed in stage.placed.items():
-            rule = placed.rule
-            noise = normal(rule.shape, seed, placed.name)
+        for view in stage.flat.held():
+            rule = view.placed.rule
+            noise = normal(rule.shape, seed, view.placed.name)
             full = noise * 0.3 + (1.0 if rule.init == "ones" else 0.0) if len(rule.shape) == 1 else noise * 0.15
-            p = stage.module.get_parameter(name)
-            for piece in placed.shard.pieces:
-                p.data[piece.local_box.slices()] = full[piece.global_box.slices()].to(p)
+            for box, part in view.pieces(view.weight, owned=False):
+                part.copy_(full[box.slices()])
         for name, rule in stage.buffers.items():
             stage.module.get_buffer(name).copy_(normal(rule.shape, seed, name) * 0.1)
 
@@ -147,7 +147,7 @@ def _assemble(
 def gradients(model: ParallelModel) -> Iterable[tuple[str, tuple[int, ...], list[tuple[Box, Tensor]]]]:
     """Summed gradients in the form of `model.weight_pieces`."""
     for stage in model.stages.values():
-        for view in stage.flat.saved_views():
+        for view in (v for v in stage.flat.saved_views() if v.trained):
             yield view.placed.name, view.placed.rule.shape, list(view.pieces(view.grad))
 
 
@@ -178,7 +178,7 @@ def measure(case: Case) -> Measured:
     layout = case.layout
     mesh = Mesh(rank, tp=layout.tp, cp=layout.cp, dp=max(layout.dp, 1), pp=layout.pp)
     dtype = getattr(torch, case.dtype)
-    model = ParallelModel(case.model, layout, mesh, dtype, devices.resolve(case.device, mesh.rank), case.seed)
+    model = ParallelModel(case.model, layout, mesh, dtype, devices.resolve(case.device, mesh.rank), case.seed, case.frozen)
     world, found = mesh.group(*AXES), Measured()
     found.initial = _assemble(model.weight_pieces(), world)
     randomise(model, case.seed + 1)

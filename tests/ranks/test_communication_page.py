@@ -46,6 +46,9 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "PP2 x 2 chunks": ("llama-tied", {"pp": 2, "vpp": 2}),
     "DP2": ("gpt", {"dp": 2}),
     "DP2 without ZeRO": ("gpt", {"dp": 2, "zero": 0}),
+    "DP2 ZeRO-2": ("gpt", {"dp": 2, "zero": 2}),
+    "DP2 ZeRO-3": ("gpt", {"dp": 2, "zero": 3}),
+    "DP4 in copies of 2": ("gpt", {"dp": 4, "zero": 3, "zero_shard_size": 2}),
     "TP2+SP x DP2": ("gpt", {"tp": 2, "dp": 2, "sequence_parallel": True}),
     "TP2 x PP2 x DP2": ("llama", {"tp": 2, "pp": 2, "dp": 2}),
 }
@@ -81,8 +84,8 @@ def holds(condition: str, model: Any, layout: Layout) -> bool:
         "SP": layout.sequence_parallel,
         "no SP": not layout.sequence_parallel,
         "tied": model.tie_embeddings,
-        "ZeRO-1": layout.shards_optimizer,
-        "no ZeRO": not layout.shards_optimizer,
+        "ZeRO": layout.shards_optimizer,
+        "copies": layout.shard_ranks < layout.dp,
         "SP or shared heads": layout.sequence_parallel or layout.tp > model.kv_heads,
     }
     return facts[condition]

@@ -47,10 +47,8 @@ def weights_wanted(model: ParallelModel) -> list[Wanted]:
     table: Table = model.config.layout(model.layout.padded_vocab(model.config.vocab_size))
     pieces: dict[str, list[tuple[Box, torch.Tensor]]] = {name: [] for name in global_names(model)}
     for stage in model.stages.values():
-        for name, placed in stage.placed.items():
-            weight = stage.module.get_parameter(name).data
-            here = [(piece.global_box, weight[piece.local_box.slices()]) for piece in placed.shard.pieces]
-            pieces[placed.name] += here
+        for view in stage.flat.held():
+            pieces[view.placed.name] += view.pieces(view.weight, owned=False)
         for name, rule in stage.buffers.items():
             pieces[name] = [(whole(rule.shape), stage.module.get_buffer(name))]
     return [Wanted(name, found, table.rule(name).shape) for name, found in pieces.items()]

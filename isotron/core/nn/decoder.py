@@ -10,7 +10,8 @@ tensors.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 import torch.nn as nn
 from torch import Tensor
@@ -33,11 +34,23 @@ class _Unasked(Terms):
         """Nothing."""
 
 
+class Around(Protocol):
+    """What happens to an activation on its way into and out of a unit: a block, or a module at an end of the stage."""
+
+    def enter(self, name: str, x: Tensor) -> Tensor:
+        """x, when the unit can run."""
+        ...
+
+    def leave(self, name: str, y: Tensor) -> Tensor:
+        """y, when the unit has run."""
+        ...
+
+
 class Decoder(nn.Module):
     """Blocks with what stands before and after them on this stage.
 
     `recompute`: "none", "selective" (blocks decide) or "full" (units of `recompute_layers` blocks keep their input
-    only).
+    only). Socket `around`: brings weights that are not kept here, unit by unit.
     """
 
     embed: nn.Module
@@ -62,6 +75,7 @@ class Decoder(nn.Module):
         self._context = context
         self.recompute, self.recompute_layers = "none", 1
         self.sequence_weight = 0.0  # with which a term counted over sequences enters the loss
+        self.around: Around | None = None
 
     def add_ends(self, ends: Mapping[str, nn.Module]) -> None:
         """Further modules before or after the blocks."""
@@ -89,19 +103,30 @@ class Decoder(nn.Module):
         return x
 
     def _through_blocks(self, x: Tensor, ctx: Context) -> Tensor:
-        blocks = list(self.layers.values())
+        blocks = list(self.layers.items())
         if self.recompute != "full" or not self.training:
-            return _chain(x, blocks, ctx)
+            return self._chain(x, blocks, ctx)
         for i in range(0, len(blocks), self.recompute_layers):
             unit = blocks[i : i + self.recompute_layers]
-            x = checkpoint(_chain, x, unit, ctx, use_reentrant=False, preserve_rng_state=False)
+            x = checkpoint(self._chain, x, unit, ctx, use_reentrant=False, preserve_rng_state=False)
         return x
+
+    def _chain(self, x: Tensor, blocks: list[tuple[str, nn.Module]], ctx: Context) -> Tensor:
+        for number, block in blocks:
+            x = self._through(f"layers.{number}", x, partial(block, ctx=ctx))
+        return x
+
+    def _through(self, name: str, x: Tensor, unit: Callable[[Tensor], Tensor]) -> Tensor:
+        """What a unit makes of x, its weights being at hand meanwhile."""
+        if self.around is None:
+            return unit(x)
+        return self.around.leave(name, unit(self.around.enter(name, x)))
 
     def start(self, batch: Batch) -> Tensor:
         """Embedded tokens, with learned positions and dropout where the family has them."""
-        x = self.embed(batch.tokens)
+        x = self._through("embed", batch.tokens, self.embed)
         if "positions" in self.ends:
-            x = x + self.positions(batch.positions)
+            x = x + self._through("positions", batch.positions, self.positions)
         return self.dropout(x, batch.sample_ids)
 
     def forward(self, batch: Batch, boundary: Boundary, weight: float) -> tuple[Boundary, Terms]:
@@ -110,21 +135,27 @@ class Decoder(nn.Module):
         x = self.hidden(batch, boundary, terms)
         if not self.is_last:
             return {"hidden": x}, terms
-        x = self.norm(x)
-        loss = self.head(x, batch.labels, batch.loss_mask, weight)
+        x = self._through("norm", x, self.norm)
+        loss = self._through("head", x, lambda x: self.head(x, batch.labels, batch.loss_mask, weight))
         if "mtp" in self.ends and self.training:
             ctx = self._context(batch, x.dtype)
             ctx.terms, ctx.sequence_weight = terms, self.sequence_weight
-            self.mtp(x, batch, ctx, weight, self.mtp_embed, self.head)
+            self._predict(x, batch, ctx, weight)
         return {}, {"loss": (loss, weight), **terms}
+
+    def _predict(self, x: Tensor, batch: Batch, ctx: Context, weight: float) -> None:
+        """Several tokens ahead; leaves `mtp/k` in `ctx.terms`."""
+        x = x if self.around is None else self.around.enter("mtp", x)
+        self.mtp(x, batch, ctx, weight, self.mtp_embed, self.head)
+        for name, (value, share) in list(ctx.terms.items()) if self.around is not None and ctx.terms else ():
+            if name.startswith("mtp/") and self.around is not None:
+                ctx.terms[name] = self.around.leave("mtp", value), share
 
     def logits(self, batch: Batch, boundary: Boundary) -> tuple[Boundary, Tensor | None]:
         """The next boundary, and on the last stage the logits of the vocabulary rows held here."""
         x = self.hidden(batch, boundary)
-        return ({"hidden": x}, None) if not self.is_last else ({}, self.head.logits(self.norm(x)))
+        return ({"hidden": x}, None) if not self.is_last else ({}, self.logits_of(x))
 
-
-def _chain(x: Tensor, blocks: list[nn.Module], ctx: Context) -> Tensor:
-    for block in blocks:
-        x = block(x, ctx)
-    return x
+    def logits_of(self, x: Tensor) -> Tensor:
+        """[B, S, rows held here] of what `hidden` gave on the last stage."""
+        return self._through("head", self._through("norm", x, self.norm), self.head.logits)

@@ -45,15 +45,29 @@ class Socket(Protocol):
 class GradSink:
     """Where the gradient of one parameter accumulates: a view of a flat buffer, usually wider than the parameter.
 
+    The buffer is given, or opened by `provide` at the first write and let go by `close`.
     `fresh` means that the buffer holds nothing yet, so the first write replaces instead of adding. `later`, when a
     list, takes the weight-gradient work instead of doing it. `on_write` is called after each contribution when set.
     """
 
-    def __init__(self, buffer: Tensor) -> None:
-        self.buffer = buffer
+    def __init__(self, buffer: Tensor | None = None, provide: Callable[[], Tensor] | None = None) -> None:
+        self._buffer, self._provide = buffer, provide
         self.fresh = True
         self.later: list[Callable[[], None]] | None = None
         self.on_write: Callable[[GradSink], None] | None = None
+
+    @property
+    def buffer(self) -> Tensor:
+        """The sum so far, of the parameter's shape."""
+        if self._buffer is None:
+            if self._provide is None:
+                raise RuntimeError("a gradient has neither a buffer nor a way to open one")
+            self._buffer = self._provide()
+        return self._buffer
+
+    def close(self) -> None:
+        """The sum has been taken out of the buffer, which may be freed; the next write opens another."""
+        self._buffer, self.fresh = None, True
 
     def add(self, grad: Tensor) -> None:
         """Accumulate a gradient of the parameter's shape."""
@@ -61,6 +75,7 @@ class GradSink:
             self.buffer.copy_(grad)
         else:
             self.buffer.add_(grad)
+        self.fresh = False
         self.written()
 
     def add_outer(self, dy: Tensor, x: Tensor) -> None:
@@ -83,15 +98,16 @@ class GradSink:
             self.fresh = False
 
     def _outer(self, dy: Tensor, x: Tensor) -> None:
-        if dy.dtype == self.buffer.dtype:
-            torch.addmm(self.buffer, dy.t(), x, beta=0 if self.fresh else 1, out=self.buffer)
+        buffer = self.buffer
+        if dy.dtype == buffer.dtype:
+            torch.addmm(buffer, dy.t(), x, beta=0 if self.fresh else 1, out=buffer)
+            self.fresh = False
             self.written()
         else:
             self.add(torch.mm(dy.t(), x))
 
     def written(self) -> None:
         """Note that one contribution is complete."""
-        self.fresh = False
         if self.on_write is not None:
             self.on_write(self)
 

@@ -15,17 +15,15 @@ BLOCK = 512
 
 
 def global_norm(
-    views: Sequence[View], counts_here: bool, world: Group, scale: float = 1.0, device: torch.device | None = None
+    views: Sequence[View], world: Group, scale: float = 1.0, device: torch.device | None = None
 ) -> float:
     """L2 norm of all gradients / scale, the same on every rank; inf or NaN when any gradient is.
 
-    `counts_here`: False on ranks whose views are copies of another data-parallel rank's.
     `device`: of the model, for a rank that has no views.
     """
     total = torch.zeros((), dtype=torch.float64, device=views[0].grad.device if views else device)
-    if counts_here:
-        parts = [sum_of_squares(grad) for view in views for _, grad in view.pieces(view.grad)]
-        total = torch.stack(parts).sum() if parts else total
+    parts = [sum_of_squares(grad) for view in views if view.counts for _, grad in view.pieces(view.grad)]
+    total = torch.stack(parts).sum() if parts else total
     return float(comm.all_reduce(total, world).sqrt()) / scale
 
 

@@ -1,17 +1,41 @@
 """How a stage's parameters are put in order, cut into buckets, and each bucket into runs. PURE: shapes only.
 
 `data.py` cuts real buffers by this file, the planner counts bytes by it: there is one answer to what a rank holds.
+Parameters of different classes never share a bucket. A class says whose gradients meet (`group`), so that parameters
+with another data-parallel group (experts) need nothing but a class of their own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from math import prod
 
-from isotron.core.layout import Box, Placed, cut
+from isotron.core.layout import Box, Ints, Placed, cut, rows
 
 IsPartial = Callable[[Placed, int], bool]
+DENSE = "dense"
+
+
+@dataclass(frozen=True)
+class Class:
+    """What all parameters of a bucket have in common.
+
+    tied: alone in its bucket, because its two owners must cut it alike. unit: gathered together (ZeRO-3). early: its
+    gradient is formed in B even where those of matrices wait for W. group: the ranks over which gradients are summed.
+    """
+
+    frozen: bool = False
+    tied: bool = False
+    group: str = DENSE
+    early: bool = False
+    unit: str = ""
+
+    @property
+    def order(self) -> tuple[bool, bool, str, bool]:
+        """Place in the buffer; within a class the last parameters of the stage come first, as in the backward."""
+        return self.frozen, self.tied, self.group, self.early
 
 
 @dataclass(frozen=True)
@@ -21,8 +45,48 @@ class Span:
     start: int
     stop: int
     cuts: tuple[int, ...]
-    late: bool
+    kind: Class
     names: tuple[str, ...]
+
+    def run(self, index: int) -> tuple[int, int]:
+        """Elements of the rank `index` among those that share the bucket."""
+        return self.cuts[index], self.cuts[index + 1]
+
+
+@dataclass(frozen=True)
+class Classes:
+    """The rule that gives a parameter its class.
+
+    by_unit: gathered block by block (ZeRO-3). split_early: tables with W actions keep gradients of matrices waiting.
+    group_of: the data-parallel group of a parameter.
+    """
+
+    tie: str | None = None
+    by_unit: bool = False
+    split_early: bool = False
+    frozen: tuple[str, ...] = ()
+    group_of: Callable[[Placed], str] = lambda placed: DENSE
+
+    def of(self, name: str, placed: Placed) -> Class:
+        """The class of a parameter under its local name."""
+        return Class(
+            is_frozen(placed.name, self.frozen),
+            name == self.tie,
+            self.group_of(placed),
+            self.split_early and len(placed.shard.shape) < 2,
+            unit_of(name) if self.by_unit else "",
+        )
+
+
+def is_frozen(name: str, patterns: Sequence[str]) -> bool:
+    """Whether a parameter is not trained: its global name matches one of the patterns."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def unit_of(name: str) -> str:
+    """What is gathered with a parameter: its block (`layers.3`), or its module at the ends of the stage."""
+    first, _, rest = name.partition(".")
+    return f"{first}.{rest.partition('.')[0]}" if first == "layers" else first
 
 
 def partial_pieces(placed: Mapping[str, Placed], is_partial: IsPartial) -> list[tuple[str, Box, int]]:
@@ -40,26 +104,46 @@ def partial_rule(sequence_parallel: bool) -> IsPartial:
     return lambda p, replicas: p.rule.region == "heads" or sequence_parallel
 
 
-def lateness(partial: Sequence[tuple[str, Box, int]], tie: str | None) -> dict[str, int]:
-    """Name -> 1 or 2 for what is reduced after the table. A tied parameter sits alone: its two owners must cut it
-    alike, or rounding could drive their copies apart.
-    """
-    return {name: 1 for name, _, _ in partial} | ({tie: 2} if tie else {})
-
-
 def cut_buckets(
-    shapes: Mapping[str, tuple[int, ...]], late: Mapping[str, int], bucket_size: int, ways: int
+    shapes: Mapping[str, Ints], classes: Mapping[str, Class], bucket_size: int, ways: Mapping[str, int]
 ) -> list[Span]:
-    """Buckets of about `bucket_size` elements over parameters in buffer order, each cut at rows into `ways` runs."""
+    """Buckets of about `bucket_size` elements over the parameters of a stage (names in the order of its modules), in
+    buffer order; each is cut at rows into as many runs as ranks share its group (`ways`).
+    """
+    order = sorted(reversed(shapes), key=lambda n: classes[n].order)
     groups: list[list[str]] = []
-    for name, shape in shapes.items():
-        full = groups and sum(prod(shapes[n]) for n in groups[-1]) + prod(shape) > bucket_size
-        if not groups or full or late.get(groups[-1][-1]) != late.get(name):
+    for name in order:
+        full = groups and sum(prod(shapes[n]) for n in groups[-1]) + prod(shapes[name]) > bucket_size
+        if not groups or full or classes[groups[-1][-1]] != classes[name]:
             groups.append([])
         groups[-1].append(name)
     spans, start = [], 0
     for group in groups:
-        runs = cut([(shapes[n][0], prod(shapes[n][1:])) for n in group], ways)
-        spans.append(Span(start, start + runs[-1], tuple(start + c for c in runs), group[0] in late, tuple(group)))
+        kind = classes[group[0]]
+        runs = cut([_table(shapes[n]) for n in group], ways[kind.group])
+        spans.append(Span(start, start + runs[-1], tuple(start + c for c in runs), kind, tuple(group)))
         start += runs[-1]
     return spans
+
+
+def rows_between(span: Span, shapes: Mapping[str, Ints], start: int, stop: int) -> Iterator[tuple[str, Box]]:
+    """(name, local box) of the rows that lie in elements [start, stop) of the stage's buffer, in order."""
+    at = span.start
+    for name in span.names:
+        count, width = _table(shapes[name])
+        low, high = max(start, at), min(stop, at + count * width)
+        if low < high:
+            yield name, rows(shapes[name], (low - at) // width, (high - at) // width)
+        at += count * width
+
+
+def copies_share(span: Span, shapes: Mapping[str, Ints], run: tuple[int, int], index: int, of: int) -> tuple[int, int]:
+    """The part of a run that copy `index` of `of` equal ones saves, so that all of them share the writing."""
+    boxes = [box.shape for _, box in rows_between(span, shapes, *run)]
+    cuts = cut([_table(shape) for shape in boxes], of)
+    return run[0] + cuts[index], run[0] + cuts[index + 1]
+
+
+def _table(shape: Ints) -> tuple[int, int]:
+    """(rows, elements per row); a scalar is one row."""
+    return (shape[0], prod(shape[1:])) if shape else (1, 1)

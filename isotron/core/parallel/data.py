@@ -1,19 +1,19 @@
 """Data parallelism: the weights and gradients of a stage in flat buffers, and where gradients meet.
 
-One buffer of weights (model dtype) and one of gradients (float32 or wider) per stage; parameters and gradient sinks
-are views. The buffers are cut into buckets, each bucket into one run per data-parallel rank, at row boundaries. Under
-ZeRO-1 a run's gradients are summed at its owner, which steps it and sends its weights to the others; without it, all
-ranks sum and step all.
+One buffer of weights (model dtype) and one of gradients (float32 or wider) per stage, cut into buckets and each bucket
+into runs, at row boundaries (`buckets.py`); what of a bucket stays here and what comes and goes is in `shards.py`.
+A run's gradients are summed at its owner, which steps it.
 
-Two kinds of parameters must be summed before that, on full gradients: those that each tensor-parallel rank saw only a
-part of the activation for (norm gains under sequence parallelism, shared key/value heads), and tied embeddings that
-live on two pipeline stages. They sit in buckets of their own, which wait for the end of the pipeline table.
+Two kinds of gradients need another sum, of runs: those that each tensor-parallel rank saw only a part of the
+activation for (norm gains under sequence parallelism, shared key/value heads), and tied embeddings that live on two
+pipeline stages. Neighbours cut their buckets alike, so it does not matter that the runs were summed before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
 
 import torch
@@ -21,34 +21,29 @@ import torch.nn as nn
 from torch import Tensor
 
 from isotron.core import comm
-from isotron.core.layout import Box, Placed, rows
+from isotron.core.layout import Box, Placed
 from isotron.core.mesh import Group
 from isotron.core.nn.linear import GradSink
-from isotron.core.parallel.buckets import cut_buckets, lateness, partial_pieces
+from isotron.core.parallel.buckets import copies_share, cut_buckets, rows_between
+from isotron.core.parallel.shards import Bucket, Sharding
 
-
-@dataclass
-class Bucket:
-    """Elements [start, stop) of the flat buffers, cut into runs; `late` buckets are reduced after the table."""
-
-    start: int
-    stop: int
-    cuts: list[int]
-    late: bool
-    sinks: list[GradSink]
-    waiting: set[int] = field(default_factory=set)
-    reducing: comm.Pending | None = None
-    gathering: comm.Pending | None = None
+Fill = Callable[[Placed, Box, Tensor], None]
 
 
 @dataclass(frozen=True)
 class View:
-    """Rows of one parameter that this rank steps: flat views of weights and gradients, and the rows' local box."""
+    """Rows of one parameter that this rank holds: flat views of weights and gradients, and the rows' local box.
+
+    `trained`: False for frozen parameters, whose `grad` is empty. `counts`: whether this rank answers for the rows
+    among the data-parallel ranks that step the same ones.
+    """
 
     placed: Placed
     box: Box
     weight: Tensor
     grad: Tensor
+    trained: bool = True
+    counts: bool = True
 
     def pieces(self, flat: Tensor, owned: bool = True) -> Iterator[tuple[Box, Tensor]]:
         """(global box, tensor) of the pieces inside the view's rows of any flat tensor laid out like it."""
@@ -59,174 +54,229 @@ class View:
                 yield part.global_box, shaped[part.local_box.slices()]
 
 
+@dataclass(frozen=True)
+class Partial:
+    """Pieces whose replicas over tensor-parallel neighbours each hold a part of the gradient: (local name, local box,
+    replicas), and the group of a number of replicas.
+    """
+
+    pieces: Sequence[tuple[str, Box, int]] = ()
+    group: Callable[[int], Group] | None = None
+
+
 class Flat:
     """A stage's parameters in flat buffers.
 
-    `placed`: local parameter name -> Placed. `partial`: replicas -> group, for pieces to be summed over tensor-parallel
-    neighbours. `tie`: the group of the two stages that hold a tied parameter, and its local name.
+    `parameters` and `placed`: local name -> parameter and where it belongs, in the order of the modules. `fill` writes
+    the first values of rows of a parameter in place. `tie`: the local name of a parameter that lives on two stages, and
+    the group of both.
     """
 
     def __init__(
         self,
-        module: nn.Module,
+        parameters: Mapping[str, nn.Parameter],
         placed: dict[str, Placed],
-        dp: Group,
-        sharded: bool,
-        bucket_size: int,
-        is_partial: Callable[[Placed, int], bool],
-        partial_group: Callable[[int], Group],
+        plan: Sharding,
+        dtype: torch.dtype,
+        device: torch.device,
+        fill: Fill,
+        partial: Partial,
         tie: tuple[str, Group] | None,
     ) -> None:
-        self.dp, self.sharded = dp, sharded
-        self.tie = tie
-        self._partial_group = partial_group
-        named = [n for n in reversed(list(module.named_parameters())) if n[0] in placed]  # not what another stage holds
-        self._partial = partial_pieces(placed, is_partial)
-        late = lateness(self._partial, tie[0] if tie else None)
-        named.sort(key=lambda n: late.get(n[0], 0))
-        total = sum(p.numel() for _, p in named)
-        first = named[0][1] if named else torch.empty(0)
-        wide = torch.promote_types(first.dtype, torch.float32)
-        self.weights = torch.zeros(total, dtype=first.dtype, device=first.device)
-        self.grads = torch.zeros(total, dtype=wide, device=first.device)
+        self.plan, self.placed, self.tie, self._partial = plan, placed, tie, partial
+        self._parameters = parameters
+        self._shapes = {name: p.shard.shape for name, p in placed.items()}
+        kinds = {name: plan.classes.of(name, p) for name, p in placed.items()}
+        spans = cut_buckets(self._shapes, kinds, plan.bucket_size, plan.ways)
+        trained = [s for s in spans if not s.kind.frozen]
+        kept = [plan.held(s, plan.keeps_weights(s)) for s in spans]
+        sums = [plan.held(s, plan.keeps_gradients(s)) for s in trained] + [(0, 0)] * (len(spans) - len(trained))
+        wide = torch.promote_types(dtype, torch.float32)
+        self.weights = torch.zeros(sum(b - a for a, b in kept), dtype=dtype, device=device)
+        self.grads = torch.zeros(sum(b - a for a, b in sums), dtype=wide, device=device)
+        weights = self.weights.split([b - a for a, b in kept])
+        totals = self.grads.split([b - a for a, b in sums])
+        self.buckets = [Bucket(s, plan, w, g) for s, w, g in zip(spans, weights, totals, strict=True)]
         self.sinks: dict[str, GradSink] = {}
-        self.placed = placed
-        self._parameters = named
-        self._spans: dict[str, tuple[int, torch.Size]] = {}
+        self.bucket_of: dict[int, Bucket] = {}  # by id of the parameter
+        for bucket in self.buckets:
+            self._adopt(bucket)
+        self._bucket_of_sink = {id(s): b for b in self.buckets for s in b.sinks}
+        self._flying: deque[comm.Pending] = deque()
+        with torch.no_grad():
+            for view in self.held():
+                fill(view.placed, view.box, view.weight.view(view.box.shape))
+
+    def _adopt(self, bucket: Bucket) -> None:
+        """Make the bucket's parameters views of it, and give them sinks."""
         at = 0
-        for name, p in named:
-            span = slice(at, at + p.numel())
-            self.weights[span] = p.data.flatten()
-            p.data = self.weights[span].view(p.shape)
-            p.grad_sink = self.sinks[name] = GradSink(self.grads[span].view(p.shape))  # type: ignore[attr-defined]
-            self._spans[name] = (at, p.shape)
-            at += p.numel()
-        self.buckets = self._cut(late, bucket_size)
-        self._bucket_of = {id(s): b for b in self.buckets for s in b.sinks}
-        self._wait_in_forward(module)
+        for name in bucket.span.names:
+            p, shape = self._parameters[name], self._shapes[name]
+            p.data = bucket.whole[at : at + prod(shape)].view(shape)
+            self.bucket_of[id(p)] = bucket
+            if bucket.trained:
+                p.grad_sink = self.sinks[name] = bucket.add_sink(at, shape)  # type: ignore[attr-defined]
+            at += prod(shape)
+        bucket.free()
 
-    def _cut(self, late: dict[str, int], bucket_size: int) -> list[Bucket]:
-        shapes = {name: tuple(shape) for name, (_, shape) in self._spans.items()}
-        return [
-            Bucket(s.start, s.stop, list(s.cuts), s.late, [self.sinks[n] for n in s.names])
-            for s in cut_buckets(shapes, late, bucket_size, self.dp.size)
-        ]
-
-    def _wait_in_forward(self, module: nn.Module) -> None:
-        for name, layer in module.named_modules():
-            own = [f"{name}.{n}".lstrip(".") for n, _ in layer.named_parameters(recurse=False)]
-            buckets = {id(b): b for b in (self._bucket_of[id(self.sinks[n])] for n in own if n in self.sinks)}
-            if buckets:
-                found = tuple(buckets.values())
-                layer.register_forward_pre_hook(lambda *_, found=found: _wait_gather(found))
+    def wait_in_forward(self, module: nn.Module) -> None:
+        """Let each layer wait for its own weights, where they are sent to all ranks after a step (ZeRO-1 and 2)."""
+        for layer in module.modules():
+            own = (self.bucket_of.get(id(p)) for p in layer.parameters(recurse=False))
+            found = {id(b): b for b in own if b is not None and not b.lean and b.shard.size > 1}
+            if found:
+                buckets = tuple(found.values())
+                layer.register_forward_pre_hook(lambda *_, buckets=buckets: _wait_all(buckets))
 
     # ---- gradients -------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
         """A new step: nothing has been accumulated."""
-        for sink in self.sinks.values():
-            sink.fresh, sink.on_write = True, None
         for bucket in self.buckets:
-            bucket.reducing, bucket.waiting = None, set()
+            bucket.begin()
+            if bucket.streams:
+                self._watch(bucket)
 
     def watch(self) -> None:
         """The last microbatch's backward is about to run: reduce each bucket when its last gradient is written."""
         for bucket in self.buckets:
-            if not bucket.late:
-                bucket.waiting = {id(s) for s in bucket.sinks}
-                for sink in bucket.sinks:
-                    sink.on_write = self._on_write
+            if not bucket.streams:
+                self._watch(bucket)
+
+    def _watch(self, bucket: Bucket) -> None:
+        """Reduce when all its gradients are written; a tied one is written at both ends of a stage, and waits."""
+        if not bucket.span.kind.tied:
+            bucket.waiting = {id(s) for s in bucket.sinks}
+            for sink in bucket.sinks:
+                sink.on_write = self._on_write
 
     def _on_write(self, sink: GradSink) -> None:
-        bucket = self._bucket_of[id(sink)]
-        sink.on_write = None
+        bucket = self._bucket_of_sink[id(sink)]
         bucket.waiting.discard(id(sink))
-        if not bucket.waiting:
+        if not bucket.waiting and (bucket.is_open or not bucket.streams):
             self._start(bucket)
+
+    def settle(self) -> None:
+        """A backward of the stage is over: what is written at both of its ends is complete (ZeRO-2 and 3)."""
+        for bucket in self.buckets:
+            if bucket.span.kind.tied and bucket.is_open:
+                self._start(bucket)
 
     def start_reduce(self) -> None:
         """The stage's last gradient is there: start what has not started and need not wait for the table's end."""
         for bucket in self.buckets:
-            if not bucket.late and bucket.reducing is None:
+            missing = bucket.is_open if bucket.streams else bucket.reducing is None
+            if bucket.trained and missing and not bucket.span.kind.tied:
                 self._start(bucket)
 
     def _start(self, bucket: Bucket) -> None:
-        for sink in bucket.sinks:
-            sink.clear_if_fresh()
-        if self.sharded:
-            flat, cuts = self.grads[bucket.start : bucket.stop], [c - bucket.start for c in bucket.cuts]
-            bucket.reducing = comm.start_reduce_flat(flat, cuts, self.dp)
-        else:
-            bucket.reducing = comm.start_all_reduce(self.grads[bucket.start : bucket.stop], self.dp)
+        pending = bucket.reduce()
+        if not bucket.streams:
+            bucket.reducing = pending
+            for sink in bucket.sinks:
+                sink.on_write = None
+            return
+        self._flying.append(pending)
+        self._land(1 if self.plan.overlap else 0)
+        self._watch(bucket)
+
+    def _land(self, left: int) -> None:
+        """Wait until at most so many microbatch gradients are under way."""
+        while len(self._flying) > left:
+            self._flying.popleft().wait()
 
     def finish_reduce(self) -> None:
-        """After the table: the sums on full gradients, the late buckets, and the end of every reduction."""
-        astray = [name for name, p in self._parameters if p.grad is not None]
+        """After the table: the end of every reduction, and the sums over neighbours."""
+        astray = [name for name, p in self._parameters.items() if p.grad is not None]
         if astray:
             raise RuntimeError(f"gradients that went past their buffers: {', '.join(astray)}")
+        trained = [b for b in self.buckets if b.trained]
+        for bucket in trained:
+            if bucket.is_open or (not bucket.streams and bucket.reducing is None):
+                self._start(bucket)
+        self._land(0)
+        for pending in [bucket.finish() for bucket in trained]:
+            if pending is not None:
+                pending.wait()
         self._sum_partial()
         if self.tie is not None:
             name, group = self.tie
-            self.sinks[name].clear_if_fresh()
-            comm.all_reduce(self.sinks[name].buffer, group)
+            for _, grad in self._grads_of(name):
+                comm.all_reduce(grad, group)
+
+    def _grads_of(self, name: str) -> list[tuple[Box, Tensor]]:
+        """The rows of a parameter that this rank steps, and their gradients in the shape of the rows."""
+        found = []
         for bucket in self.buckets:
-            if bucket.reducing is None:
-                self._start(bucket)
-        for bucket in self.buckets:
-            if bucket.reducing is not None:
-                bucket.reducing.wait()
+            if name in bucket.span.names and bucket.trained:
+                found += [(v.box, v.grad.view(v.box.shape)) for n, v in self._between(bucket, self._run(bucket)) if n == name]
+        return found
 
     def _sum_partial(self) -> None:
-        for replicas in sorted({r for _, _, r in self._partial}):
+        for replicas in sorted({count for _, _, count in self._partial.pieces}):
             views = []
-            for name, box, count in self._partial:
-                if count == replicas:
-                    self.sinks[name].clear_if_fresh()
-                    views.append(self.sinks[name].buffer[box.slices()])
-            flat = torch.cat([v.reshape(-1) for v in views])
-            comm.all_reduce(flat, self._partial_group(replicas))
-            for view, total in zip(views, flat.split([v.numel() for v in views]), strict=True):
-                view.copy_(total.view(view.shape))
+            for name, box, count in self._partial.pieces:
+                for rows, grad in self._grads_of(name) if count == replicas else ():
+                    common = box.overlap(rows)
+                    if common is not None:
+                        views.append(grad[common.relative_to(rows).slices()])
+            if views and self._partial.group is not None:
+                flat = torch.cat([v.reshape(-1) for v in views])
+                comm.all_reduce(flat, self._partial.group(replicas))
+                for view, total in zip(views, flat.split([v.numel() for v in views]), strict=True):
+                    view.copy_(total.view(view.shape))
 
     # ---- weights ---------------------------------------------------------------------------------------------------
 
     def views(self) -> list[View]:
         """What this rank steps: its run of each bucket, parameter by parameter."""
-        return [v for b in self.buckets for v in self._in_run(b, *self._run(b, self.sharded))]
+        return [v for b in self.buckets if b.trained for _, v in self._between(b, self._run(b))]
+
+    def held(self) -> list[View]:
+        """Every weight that this rank keeps, frozen ones too; gradients only where they are kept as well."""
+        whole = ((b, self._run(b) if b.lean else (b.start, b.stop)) for b in self.buckets)
+        return [v for b, run in whole for _, v in self._between(b, run)]
 
     def saved_views(self) -> list[View]:
-        """What this rank saves: runs as under ZeRO-1, so that data-parallel ranks share the writing."""
-        return [v for b in self.buckets for v in self._in_run(b, *self._run(b, True))]
+        """What this rank saves: copies of a run share the writing."""
+        found = []
+        for b in self.buckets:
+            share = copies_share(b.span, self._shapes, self._run(b), b.copies.index, b.copies.size)
+            found += [v for _, v in self._between(b, share)]
+        return found
 
-    def _run(self, bucket: Bucket, sharded: bool) -> tuple[int, int]:
-        i = self.dp.index
-        return (bucket.cuts[i], bucket.cuts[i + 1]) if sharded else (bucket.start, bucket.stop)
+    @staticmethod
+    def _run(bucket: Bucket) -> tuple[int, int]:
+        return bucket.span.run(bucket.shard.index)
 
-    def _in_run(self, bucket: Bucket, start: int, stop: int) -> Iterator[View]:
-        for name, (at, shape) in self._spans.items():
-            low, high = max(start, at), min(stop, at + prod(shape))
-            if low < high and bucket.start <= at < bucket.stop:
-                width = prod(shape[1:])
-                box = rows(tuple(shape), (low - at) // width, (high - at) // width)
-                yield View(self.placed[name], box, self.weights[low:high], self.grads[low:high])
+    def _between(self, bucket: Bucket, run: tuple[int, int]) -> Iterator[tuple[str, View]]:
+        """(local name, rows) of elements of the stage's buffer that lie in a bucket."""
+        at = run[0] - bucket.start
+        for name, box in rows_between(bucket.span, self._shapes, *run):
+            weight = _part(bucket.own if bucket.lean else bucket.whole, at, box.size, bucket.run.start * bucket.lean)
+            grad = _part(bucket.total, at, box.size, bucket.run.start * bucket.streams)
+            yield name, View(self.placed[name], box, weight, grad, bucket.trained, bucket.copies.index == 0)
+            at += box.size
 
     def start_gather(self, overlap: bool) -> None:
-        """Send stepped weights to the other data-parallel ranks; the next forward waits where it needs them."""
-        if not self.sharded:
-            return
+        """Send stepped weights to the ranks that keep them; the next forward waits where it needs them."""
         for bucket in reversed(self.buckets):
-            flat, cuts = self.weights[bucket.start : bucket.stop], [c - bucket.start for c in bucket.cuts]
-            bucket.gathering = comm.start_gather_flat(flat, cuts, self.dp)
+            if bucket.trained and not bucket.lean:
+                bucket.send_weights()
         if not overlap:
             self.wait_weights()
 
     def wait_weights(self) -> None:
-        """Block until every weight is current."""
-        _wait_gather(self.buckets)
+        """Block until every weight that is kept is current."""
+        _wait_all(self.buckets)
 
 
-def _wait_gather(buckets: tuple[Bucket, ...] | list[Bucket]) -> None:
+def _part(flat: Tensor, at: int, size: int, begins: int) -> Tensor:
+    """Elements [at, at + size) of a bucket, from a tensor that begins at element `begins` of it; empty if not there."""
+    low, high = at - begins, at - begins + size
+    return flat[low:high] if 0 <= low and high <= len(flat) else flat[:0]
+
+
+def _wait_all(buckets: Sequence[Bucket]) -> None:
     for bucket in buckets:
-        if bucket.gathering is not None:
-            bucket.gathering.wait()
-            bucket.gathering = None
+        bucket.wait_weights()

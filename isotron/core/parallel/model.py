@@ -28,10 +28,20 @@ Saved = tuple[str, tuple[int, ...], list[tuple[Box, Tensor]]]
 
 
 class ParallelModel:
-    """`config`: a family's config with its vocabulary size known. `layout.dp` must be known."""
+    """`config`: a family's config with its vocabulary size known. `layout.dp` must be known.
+
+    `frozen`: patterns of names of parameters that are not trained.
+    """
 
     def __init__(
-        self, config: Any, layout: Layout, mesh: Mesh, dtype: torch.dtype, device: torch.device, seed: int
+        self,
+        config: Any,
+        layout: Layout,
+        mesh: Mesh,
+        dtype: torch.dtype,
+        device: torch.device,
+        seed: int,
+        frozen: tuple[str, ...] = (),
     ) -> None:
         if layout.vpp > 1 and layout.pp == 1:
             asked = f"--vpp {layout.vpp} --pp 1"
@@ -43,7 +53,9 @@ class ParallelModel:
         for s, holder in enumerate(layout.placement):
             if holder == mesh.coordinate["pp"]:
                 beside = self.stages.get(0)
-                self.stages[s] = build_stage(config, s, layers[s], layout, mesh, dtype, device, seed, beside)
+                self.stages[s] = build_stage(
+                    config, s, layers[s], layout, mesh, dtype, device, seed, beside, frozen
+                )
         keep = layout.recompute_keep if layout.recompute == "full" else None
         self.runtime = Runtime(self.stages, mesh.group("pp"), layout.overlap_grad_reduce, keep)
 

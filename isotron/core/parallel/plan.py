@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from isotron.core.options import option
+from isotron.core.parallel.buckets import Classes
 from isotron.core.parallel.pipeline import library, registry
 from isotron.core.parallel.pipeline.actions import Schedule
 from isotron.core.parallel.split import (
@@ -30,7 +31,17 @@ class Layout:
     vpp: int = option(1, "pipeline stages (model chunks) per pipeline rank; the V-shaped schedules always have 2")
     sequence_parallel: bool = option(False, "split norms, dropout and residuals over TP along the sequence")
     zero: int = option(
-        -1, "0: every rank keeps all optimizer state, 1: sharded over DP; -1 means 1 when dp > 1", choices=(-1, 0, 1)
+        -1,
+        "what is sharded over DP: 0 nothing, 1 optimizer state, 2 gradients too, 3 weights too; -1 means 1 when dp > 1",
+        choices=(-1, 0, 1, 2, 3),
+    )
+    zero_shard_size: int = option(
+        0, "data-parallel ranks that share one set of shards, copied over the rest (hybrid); 0 means all", unit="ranks"
+    )
+    grad_reduce_dtype: str = option(
+        "auto",
+        "type in which gradients travel between data-parallel ranks; auto is that of their sums, float32 or wider",
+        choices=("auto", "float64", "float32", "bfloat16", "float16"),
     )
     schedule: str = option(
         "auto",
@@ -127,8 +138,26 @@ class Layout:
 
     @property
     def shards_optimizer(self) -> bool:
-        """Whether optimizer state is sharded over the data axis, cp x dp (ZeRO-1)."""
-        return self.dp * self.cp > 1 and self.zero != 0
+        """Whether optimizer state is sharded over DP (ZeRO-1 and more)."""
+        return self.zero_stage > 0
+
+    @property
+    def zero_stage(self) -> int:
+        """What is sharded, with -1 resolved; nothing where there is one data-parallel rank."""
+        if self.dp <= 1:
+            return 0
+        return 1 if self.zero == -1 else self.zero
+
+    @property
+    def shard_ranks(self) -> int:
+        """Data-parallel ranks over which a tensor is sharded; each part is held dp / shard_ranks times."""
+        return (self.zero_shard_size or max(self.dp, 1)) if self.zero_stage else 1
+
+    def classes(self, tie: str | None, frozen: tuple[str, ...] = ()) -> Classes:
+        """How parameters are kept apart in buckets."""
+        lean = self.shard_ranks > 1
+        split_early = lean and self.zero_stage >= 2 and self.pp > 1
+        return Classes(tie, lean and self.zero_stage == 3, split_early, frozen)
 
     @property
     def schedule_name(self) -> str:

@@ -31,10 +31,9 @@ def unequal_replicas(model: ParallelModel) -> list[str]:
     world = model.mesh.group(*AXES)
     prints: dict[str, int] = {}
     for stage in model.stages.values():
-        for name, placed in stage.placed.items():
-            p = stage.module.get_parameter(name)
-            for piece in placed.shard.pieces:
-                prints[f"{placed.name} at {piece.global_box.offset}"] = fingerprint(p.data[piece.local_box.slices()])
+        for view in stage.flat.held():
+            for box, part in view.pieces(view.weight, owned=False):
+                prints[f"{view.placed.name} at {box.offset}"] = fingerprint(part)
         for name in stage.buffers:
             prints[name] = fingerprint(stage.module.get_buffer(name))
     everyone = comm.gather_json(prints, world)

@@ -6,6 +6,7 @@ parameter; that much is allocated, drawn, and put in its place, and the sockets 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
@@ -14,19 +15,22 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from isotron.core.layout import Placed, Rule, Table, shard
-from isotron.core.mesh import Mesh
+from isotron.core import device as devices
+from isotron.core.layout import Box, Piece, Placed, Rule, Table, shard
+from isotron.core.mesh import Group, Mesh
 from isotron.core.nn.attention import Causal
 from isotron.core.nn.block import PreNormBlock
 from isotron.core.nn.decoder import Decoder
 from isotron.core.nn.dropout import Dropout
 from isotron.core.nn.router import Router
-from isotron.core.parallel.buckets import partial_rule
+from isotron.core.parallel.buckets import DENSE, is_frozen, partial_pieces, partial_rule
 from isotron.core.parallel.context import fill_context
-from isotron.core.parallel.data import Flat
+from isotron.core.parallel.data import Flat, Partial
 from isotron.core.parallel.expert import fill_experts
 from isotron.core.parallel.plan import Layout
+from isotron.core.parallel.shards import Sharding, sharing
 from isotron.core.parallel.tensor import fill_sockets
+from isotron.core.parallel.units import Units
 from isotron.core.random import normal_pieces
 
 
@@ -42,6 +46,14 @@ class Stage:
     sequence_split: int
     dtype: torch.dtype
     buffers: dict[str, Rule] = field(default_factory=dict)
+    units: Units | None = None
+
+    def settle(self, backward: bool) -> None:
+        """A forward or a backward of the stage is over: what was gathered or gathered up for it goes."""
+        if self.units is not None:
+            self.units.settle()
+        if backward:
+            self.flat.settle()
 
     def recompute(self, wanted: bool) -> None:
         """Under full recompute: whether the next forward keeps only the inputs of its recomputed units."""
@@ -63,11 +75,12 @@ def build_stage(
     device: torch.device,
     seed: int,
     beside: Stage | None = None,
+    frozen: tuple[str, ...] = (),
 ) -> Stage:
     """Stage `number` of `layout.stages`, holding blocks `layers`, with its initial weights.
 
     `beside`: the first stage, when this is another one on its rank. A tie between the two is then one parameter, which
-    the first stage owns.
+    the first stage owns. `frozen`: patterns of global names of parameters that are not trained.
     """
     padded = layout.padded_vocab(cfg.vocab_size)
     first, last = number == 0, number == layout.stages - 1
@@ -85,7 +98,8 @@ def build_stage(
         rule = table.rule(canonical)
         here = Placed(canonical, rule, shard(rule, mesh.coordinate, mesh.sizes), counts=canonical == name)
         _check_shape(name, p, here, padded)
-        _put(module, name, nn.Parameter(initial(here, dtype, seed).to(device)))
+        own = torch.empty(0, dtype=dtype, device=device)
+        _put(module, name, nn.Parameter(own, requires_grad=not is_frozen(canonical, frozen)))
         placed[name] = here
     buffers = _make_buffers(module, table, torch.promote_types(dtype, torch.float32), device)
     known = placed if beside is None else {**beside.placed, **placed}
@@ -93,9 +107,19 @@ def build_stage(
     fill_context(module, layout, mesh)
     fill_experts(module, layout, mesh)
     _set_policies(module, layout, seed)
-    flat = _flatten(module, placed, tied, first, last, layout, mesh)
+    tie = _tie(placed, tied, first, last, layout, mesh)
+    partial = Partial(
+        partial_pieces(placed, partial_rule(layout.sequence_parallel)), lambda replicas: mesh.subgroup("tp", replicas)
+    )
+    plan = sharding_of(layout, mesh, None if tie is None else tie[0], frozen)
+    parameters = {name: module.get_parameter(name) for name in placed}
+    flat = Flat(parameters, placed, plan, dtype, device, initialiser(seed), partial, tie)
+    flat.wait_in_forward(module)
     sequence_split = layout.tp if layout.sequence_parallel else 1
-    return Stage(number, module, flat, placed, cfg.hidden_size, sequence_split, dtype, buffers)
+    units = None
+    if plan.classes.by_unit:
+        units = module.around = units_of(module, layout, [flat] if beside is None else [flat, beside.flat])
+    return Stage(number, module, flat, placed, cfg.hidden_size, sequence_split, dtype, buffers, units)
 
 
 def _make_buffers(module: nn.Module, table: Table, dtype: torch.dtype, device: torch.device) -> dict[str, Rule]:
@@ -107,16 +131,54 @@ def _make_buffers(module: nn.Module, table: Table, dtype: torch.dtype, device: t
     return rules
 
 
-def initial(placed: Placed, dtype: torch.dtype, seed: int) -> Tensor:
-    """This rank's part of a parameter's initial values, on the CPU; padding is zero."""
-    rule, out = placed.rule, torch.zeros(placed.shard.shape, dtype=torch.float32)
+def sharding_of(layout: Layout, mesh: Mesh, tie: str | None, frozen: tuple[str, ...]) -> Sharding:
+    """What is sharded, over which ranks."""
+    dp = mesh.group("cp", "dp")
+    dense = sharing(dp.ranks, mesh.rank, mesh.group_of, layout.shard_ranks)
+    transport = None if layout.grad_reduce_dtype == "auto" else devices.dtype_of(layout.grad_reduce_dtype)
+    classes = layout.classes(tie, frozen)
+    overlap = layout.overlap_grad_reduce
+    return Sharding(layout.zero_stage, {DENSE: dense}, layout.ddp_bucket_size, classes, overlap, transport)
+
+
+def units_of(module: Decoder, layout: Layout, flats: list[Flat]) -> Units:
+    """The units of a stage in the order of their use, with their buckets, whichever stage of this rank owns them."""
+    names = [n for n in ("embed", "positions") if n in module.ends] + [f"layers.{i}" for i in module.layers]
+    names += [n for n in ("norm", "head", "mtp") if n in module.ends]
+    buckets = {}
+    for name in names:
+        inside = ("mtp", "mtp_embed", "head") if name == "mtp" else (name,)
+        parameters = (p for part in inside for p in module.get_submodule(part).parameters())
+        held = (flat.bucket_of.get(id(p)) for p in parameters for flat in flats)
+        buckets[name] = list({id(b): b for b in held if b is not None}.values())
+    return Units(buckets, layout.overlap_param_gather)
+
+
+def initialiser(seed: int) -> Callable[[Placed, Box, Tensor], None]:
+    """What writes the initial values of rows of a parameter into a tensor of their shape; padding stays zero.
+
+    A row draws the tiles of random numbers that it lies in, so no rank ever holds more than it keeps.
+    """
+
+    def fill(placed: Placed, box: Box, out: Tensor) -> None:
+        pieces = [part for piece in placed.shard.pieces if (part := piece.restricted(box)) is not None]
+        if out.device.type == "cpu":
+            initial(placed, pieces, out, seed)
+        else:
+            out.copy_(initial(placed, pieces, torch.zeros(out.shape, dtype=out.dtype), seed))
+
+    return fill
+
+
+def initial(placed: Placed, pieces: list[Piece], out: Tensor, seed: int) -> Tensor:
+    """Initial values of some pieces of a parameter, in place on the CPU."""
+    rule = placed.rule
     if rule.init == "normal":
-        normal_pieces(out, placed.shard.pieces, rule.shape, seed, placed.name)
-        out.mul_(rule.std)
+        normal_pieces(out, pieces, rule.shape, seed, placed.name, rule.std)
     elif rule.init == "ones":
-        for piece in placed.shard.pieces:
+        for piece in pieces:
             out[piece.local_box.slices()] = 1
-    return out.to(dtype)
+    return out
 
 
 def _aliases(placed: dict[str, Placed], tied: dict[str, str]) -> dict[str, Placed]:
@@ -148,28 +210,12 @@ def _set_policies(module: Decoder, layout: Layout, seed: int) -> None:
             layer.set_recompute(layout.recompute == "selective")
 
 
-def _flatten(
-    module: Decoder,
-    placed: dict[str, Placed],
-    tied: dict[str, str],
-    first: bool,
-    last: bool,
-    layout: Layout,
-    mesh: Mesh,
-) -> Flat:
-    tie = None
-    if tied and (first or (last and any(alias in placed for alias in tied))):
-        along, home = mesh.ranks_along("pp"), layout.placement
-        ends = dict.fromkeys((along[home[0]], along[home[-1]]))
-        tie = (next(iter(tied.values())) if first else next(iter(tied)), mesh.group_of(ends))
-
-    return Flat(
-        module,
-        placed,
-        mesh.group("cp", "dp"),
-        layout.shards_optimizer,
-        layout.ddp_bucket_size,
-        partial_rule(layout.sequence_parallel),
-        lambda replicas: mesh.subgroup("tp", replicas),
-        tie,
-    )
+def _tie(
+    placed: dict[str, Placed], tied: dict[str, str], first: bool, last: bool, layout: Layout, mesh: Mesh
+) -> tuple[str, Group] | None:
+    """The local name of a tied parameter of this stage, and the ranks of the stages that hold it."""
+    if not tied or not (first or (last and any(alias in placed for alias in tied))):
+        return None
+    along, home = mesh.ranks_along("pp"), layout.placement
+    ends = dict.fromkeys((along[home[0]], along[home[-1]]))
+    return next(iter(tied.values())) if first else next(iter(tied)), mesh.group_of(ends)

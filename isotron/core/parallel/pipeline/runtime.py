@@ -69,6 +69,10 @@ class Stage(Protocol):
         """Name -> (shape, dtype) of the tensors between two stages, for a batch of (B, S)."""
         ...
 
+    def settle(self, backward: bool) -> None:
+        """A forward or a backward of the stage is over."""
+        ...
+
     def recompute(self, wanted: bool) -> None:
         """Under full recompute: whether the next forward keeps only the inputs of its units."""
         ...
@@ -188,12 +192,13 @@ class _Pass:
             self._choose_recompute(s, m)
         with torch.set_grad_enabled(self.training):
             output, terms = self.stages[s].module(self.batches[m], received, self.weight)
+        self.stages[s].settle(False)
         self._check_boundary(s, m, output)
         for name, (value, _) in terms.items():
             total = value.detach().double()
             self.terms[name] = self.terms[name] + total if name in self.terms else total
         if self.training:
-            self.edges[s, m] = {k: get_gradient_edge(v) for k, v in output.items()}
+            self.edges[s, m] = {k: get_gradient_edge(v) for k, v in output.items() if v.requires_grad}
             self.inputs[s, m] = received
             self.losses[s, m] = [(value, w) for value, w in terms.values() if value.requires_grad]
         if s < self.last_stage and self.schedule.placement[s + 1] == self.runtime.group.index:
@@ -228,9 +233,12 @@ class _Pass:
             self._defer(stage, self.later.setdefault(key, []))
         gradients, self.taken = self.taken, {}
         edges, losses = self.edges.pop(key), self.losses.pop(key)
-        roots: list[Tensor | GradientEdge] = [*(edges[k] for k in gradients), *(value for value, _ in losses)]
-        grads = [*gradients.values(), *(torch.full_like(value, w) for value, w in losses)]
-        torch.autograd.backward(roots, grads)  # type: ignore[arg-type]
+        losses = [(value, w) for value, w in losses if value.requires_grad]
+        roots: list[Tensor | GradientEdge] = [*edges.values(), *(value for value, _ in losses)]
+        grads = [*(gradients[k] for k in edges), *(torch.full_like(value, w) for value, w in losses)]
+        if roots:  # nothing before the first trained parameter has a backward
+            torch.autograd.backward(roots, grads)  # type: ignore[arg-type]
+        stage.settle(True)
         self.keeping[s].discard(m)
         self._defer(stage, None)
         inputs = self.inputs.pop(key)

@@ -1,0 +1,118 @@
+"""ZeRO-3: which weights are gathered when. A unit (a block, or a module at an end of the stage) at a time, in the
+order of use, with the next one on its way.
+
+For our own models this fills the socket `around` of `nn/decoder.py`: `enter` gathers before a unit's forward, `leave`
+drops after it; in the graph they leave two identities whose backwards do the same the other way round. In the backward
+of a recomputed unit its forward runs again; nothing is dropped in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isotron.core.parallel.shards import Bucket
+
+NO_LOOKBACK = frozenset({"embed", "positions", "head"})  # their backwards need no weights
+
+
+class Unit:
+    """Buckets that are gathered together. `lookback`: whether the backward needs the weights."""
+
+    def __init__(self, buckets: Sequence[Bucket], lookback: bool) -> None:
+        self.buckets, self.lookback = buckets, lookback
+        self.live = self.in_backward = False
+
+    def start(self) -> None:
+        """Start to gather, unless that has been done."""
+        if not self.live:
+            self.live = True
+            for bucket in self.buckets:
+                bucket.acquire()
+
+    def open(self) -> None:
+        """Have the weights."""
+        self.start()
+        for bucket in self.buckets:
+            bucket.wait_weights()
+
+    def drop(self) -> None:
+        """Let the weights go."""
+        if self.live:
+            self.live = False
+            for bucket in self.buckets:
+                bucket.release()
+
+
+class Units:
+    """The units of a stage in the order of their use. `prefetch`: gather the next one meanwhile."""
+
+    def __init__(self, buckets: Mapping[str, Sequence[Bucket]], prefetch: bool) -> None:
+        self.units = {name: Unit(found, name not in NO_LOOKBACK) for name, found in buckets.items()}
+        self._order = list(self.units.values())
+        self._place = {id(unit): i for i, unit in enumerate(self._order)}
+        self.prefetch = prefetch
+
+    def enter(self, name: str, x: Tensor) -> Tensor:
+        """x, with the weights of the unit that it goes into at hand."""
+        unit = self.units[name]
+        unit.open()
+        if self.prefetch and not any(u.in_backward for u in self._order):
+            for after in self._order[self._place[id(unit)] + 1 :][:1]:
+                after.start()
+        return _Enter.apply(x, self, unit) if unit.lookback and x.requires_grad else x
+
+    def leave(self, name: str, y: Tensor) -> Tensor:
+        """y, which came out of the unit."""
+        unit = self.units[name]
+        if not unit.in_backward:
+            unit.drop()
+        return _Leave.apply(y, self, unit) if unit.lookback and y.requires_grad else y
+
+    def begin_backward(self, unit: Unit) -> None:
+        """The gradient of a unit's output is there."""
+        unit.in_backward = True
+        unit.open()
+        if self.prefetch:
+            before = (u for u in reversed(self._order[: self._place[id(unit)]]) if u.lookback)
+            for found in list(before)[:1]:
+                found.start()
+
+    def end_backward(self, unit: Unit) -> None:
+        """The gradient of a unit's input is there."""
+        unit.in_backward = False
+        unit.drop()
+
+    def settle(self) -> None:
+        """A pass over the stage is over: nothing stays."""
+        for unit in self._order:
+            self.end_backward(unit)
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, units: Units, unit: Unit) -> Tensor:
+        ctx.where = units, unit
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor | None, ...]:
+        units, unit = ctx.where
+        units.end_backward(unit)
+        return dx, None, None
+
+
+class _Leave(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, units: Units, unit: Unit) -> Tensor:
+        ctx.where = units, unit
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        units, unit = ctx.where
+        units.begin_backward(unit)
+        return dy, None, None
