@@ -14,12 +14,13 @@ from isotron.config.rules_experts import EXPERT_RULES, PATTERN_RULE
 from isotron.config.rules_layout import LAYOUT_RULES
 from isotron.config.rules_pipeline import PIPELINE_RULES
 from isotron.config.rules_run import RUN_RULES
+from isotron.config.rules_zero import ZERO_RULES
 from isotron.config.schema import RunConfig, changed, value
 from isotron.core.errors import Problem
 
 # what every other rule must be able to rely on
 FIRST: tuple[Rule, ...] = (*RANGES, PATTERN_RULE)
-RULES: tuple[Rule, ...] = (*FIRST, *LAYOUT_RULES, *CONTEXT_RULES, *EXPERT_RULES, *PIPELINE_RULES, *RUN_RULES)
+RULES: tuple[Rule, ...] = (*FIRST, *LAYOUT_RULES, *ZERO_RULES, *CONTEXT_RULES, *EXPERT_RULES, *PIPELINE_RULES, *RUN_RULES)
 
 
 def check(

@@ -69,6 +69,8 @@ SETS: dict[str, dict[str, Any]] = {
     "--bf16": {"dtype": "bfloat16"},
     "--fp16": {"dtype": "float16"},
     "--use-distributed-optimizer": {"zero": 1},
+    "--use-torch-fsdp2": {"zero": 3},
+    "--grad-reduce-in-bf16": {"grad_reduce_dtype": "bfloat16"},
     "--recompute-activations": {"recompute": "selective"},
     "--checkpoint-activations": {"recompute": "full"},
     "--openai-gelu": {"activation": "gelu_tanh"},
@@ -88,6 +90,12 @@ _BLOCK = Problem(
     "--recompute-method uniform --recompute-num-layers N, larger N for less memory",
 )
 CHOICES: dict[str, dict[str, dict[str, Any] | Problem]] = {
+    "--data-parallel-sharding-strategy": {
+        "no_shard": {"zero": 0},
+        "optim": {"zero": 1},
+        "optim_grads": {"zero": 2},
+        "optim_grads_params": {"zero": 3},
+    },
     "--recompute-granularity": {"full": {"recompute": "full"}, "selective": {"recompute": "selective"}},
     "--recompute-method": {"uniform": {}, "block": _BLOCK},
     "--rerun-mode": {

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 _ONE = "isotron has one implementation of every layer"
 _FUSED = "fused kernels are picked by what the device can do"
+_FSDP = "what is sharded is said by --data-parallel-sharding-strategy, or --zero"
 _ACC = "gradients always accumulate in float32 (or float64)"
 _COMM = "communication is overlapped where the layout allows it"
 _FORMAT = "isotron has one checkpoint format, loadable in any layout"
@@ -43,6 +44,8 @@ IGNORED: dict[str, tuple[int, str]] = {
     "--no-gradient-accumulation-fusion": (0, _ACC),
     "--accumulate-allreduce-grads-in-fp32": (0, _ACC),
     "--use-precision-aware-optimizer": (0, "the types of optimizer state are options of their own: --exp-avg-dtype"),
+    "--use-megatron-fsdp": (0, _FSDP),
+    "--use-custom-fsdp": (0, _FSDP),
     "--attention-softmax-in-fp32": (0, "the softmax of attention always sums in float32"),
     "--no-query-key-layer-scaling": (0, "scores are never scaled by the layer number"),
     "--calculate-per-token-loss": (0, "the loss is always the mean over the unmasked tokens of the whole step"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 _OUT = "leave it out"
-_ZERO = "optimizer state is sharded with ZeRO-1 only in this version"
 _LLAMA = "--family llama without it"
 _RECOMPUTE = "--recompute selective, or --recompute full for the least memory"
 _STEPS = "the length of a run is counted in steps"
@@ -32,12 +31,7 @@ REFUSED: dict[str, tuple[str, str]] = {
     "--cpu-offloading-num-layers": ("activations are not offloaded", _RECOMPUTE),
     "--fine-grained-activation-offloading": ("activations are not offloaded", _RECOMPUTE),
     "--optimizer-cpu-offload": ("optimizer state is not offloaded", "--zero 1 with more --dp"),
-    "--use-megatron-fsdp": (_ZERO, "--zero 1"),
-    "--use-custom-fsdp": (_ZERO, "--zero 1"),
-    "--use-torch-fsdp2": (_ZERO, "--zero 1"),
-    "--data-parallel-sharding-strategy": (_ZERO, "--zero 1"),
     "--no-decoupled-weight-decay": ("it is another update rule", "--optimizer adam_l2"),
-    "--grad-reduce-in-bf16": ("gradients are always reduced in float32 (or float64)", _OUT),
     "--fp8": _FP8,
     "--fp4": _FP4,
     "--fp16-lm-cross-entropy": ("the loss is always summed in float32 or wider", _OUT),

@@ -102,7 +102,7 @@ _NOT_NEGATIVE = {
     "mup_base_hidden_size": 256, "q_lora_rank": 0, "mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.1, "moe_ffn_hidden_size": 0, "moe_router_num_groups": 0, "moe_router_group_topk": 0, "moe_router_group_scores": 0,
     "moe_router_bias_update_rate": 0.001, "moe_aux_loss_coeff": 0.01, "moe_z_loss_coeff": 0.001,
     "moe_expert_capacity_factor": 1.25, "moe_shared_expert_intermediate_size": 0,
-    "trace": 0, "schedule_memory": 0, "microbatch_group": 0, "recompute_keep": 0,
+    "zero_shard_size": 0, "trace": 0, "schedule_memory": 0, "microbatch_group": 0, "recompute_keep": 0,
     "num_key_value_heads": 0, "head_dim": 0, "ffn_hidden_size": 0, "vocab_size": 50257, "max_position_embeddings": 0,
     "dp": 1, "first_stage_layers": 0, "last_stage_layers": 0, "global_batch_size": 128, "eval_interval": 0,
     "eval_iters": 10, "check_interval": 100, "stuck_after_s": 1800.0,

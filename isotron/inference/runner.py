@@ -79,7 +79,7 @@ class Runner:
             return None
         asked = {id(s): n for s, n in zip(spans, wanted, strict=True)}
         x_O1D = x_T1D[_asked_tokens(now, asked)]
-        logits = self.module.head.logits(self.module.norm(x_O1D))[:, 0]
+        logits = self.module.logits_of(x_O1D)[:, 0]
         return _in_given_order(self._whole_vocabulary(logits), spans, now, asked)
 
     def tell(self, values: Tensor) -> Tensor:

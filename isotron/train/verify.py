@@ -178,7 +178,9 @@ def measure(case: Case) -> Measured:
     layout = case.layout
     mesh = Mesh(rank, tp=layout.tp, cp=layout.cp, dp=max(layout.dp, 1), pp=layout.pp)
     dtype = getattr(torch, case.dtype)
-    model = ParallelModel(case.model, layout, mesh, dtype, devices.resolve(case.device, mesh.rank), case.seed, case.frozen)
+    model = ParallelModel(
+        case.model, layout, mesh, dtype, devices.resolve(case.device, mesh.rank), case.seed, case.frozen
+    )
     world, found = mesh.group(*AXES), Measured()
     found.initial = _assemble(model.weight_pieces(), world)
     randomise(model, case.seed + 1)

@@ -90,6 +90,8 @@ BOTH_SIDES: dict[str, tuple[str, str, dict]] = {
     "world size": ("--tp 2 --dp 2", "--tp 2 --dp 4", {"world_size": 8}),
     "enough devices": ("--tp 4 --device auto", "--tp 2 --device auto", {"device_count": 2}),
     "a device": ("--device cuda", "--device auto", {}),
+    "shards divide the ranks": ("--dp 4 --zero-shard-size 3", "--dp 4 --zero-shard-size 2", {}),
+    "shards to be spread": ("--dp 4 --zero 0 --zero-shard-size 2", "--dp 4 --zero 2 --zero-shard-size 2", {}),
     "batch arithmetic": ("--global-batch-size 10 --micro-batch-size 2 --dp 2", "--global-batch-size 12 --dp 2", {}),
     "samples can be counted": ("--train-iters 99999999999999999999", "--train-iters 9999999", {}),
     "positions hold the sequence": ("--max-position-embeddings 64", "--max-position-embeddings 1024", {}),

@@ -37,6 +37,9 @@ def refusal(line):
          {"first_stage_layers": 3, "last_stage_layers": 2}),
         ("--use-distributed-optimizer", {"zero": 1}),
         ("--use-distributed-optimizer --zero-stage 0", {"zero": 0}),
+        ("--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads", {"zero": 2}),
+        ("--data-parallel-sharding-strategy optim_grads_params", {"zero": 3}),
+        ("--use-torch-fsdp2 --grad-reduce-in-bf16", {"zero": 3, "grad_reduce_dtype": "bfloat16"}),
         ("--bf16", {"dtype": "bfloat16"}),
         ("--bf16 --fp16", {"dtype": "float16"}),
         ("--bf16 --dtype float64", {"dtype": "float64"}),
@@ -111,7 +114,7 @@ def test_tables_do_not_overlap():
         ("--recompute-method block", ["--recompute-method uniform"]),
         ("--recompute-granularity most", ["full, selective", "--recompute-granularity full"]),
         ("--dataloader-type cyclic", ["--dataloader-type single"]),
-        ("--zero-stage 3", ["3 is not one of -1, 0, 1"]),
+        ("--zero-stage 4", ["4 is not one of -1, 0, 1, 2, 3"]),
         ("--train-samples 100", ["--global-batch-size"]),
         ("--train-samples 3 --global-batch-size 8", ["3 samples / 8", "--train-iters 1"]),
         (

@@ -14,9 +14,7 @@ from isotron.core.parallel.data import View
 BLOCK = 512
 
 
-def global_norm(
-    views: Sequence[View], world: Group, scale: float = 1.0, device: torch.device | None = None
-) -> float:
+def global_norm(views: Sequence[View], world: Group, scale: float = 1.0, device: torch.device | None = None) -> float:
     """L2 norm of all gradients / scale, the same on every rank; inf or NaN when any gradient is.
 
     `device`: of the model, for a rank that has no views.

@@ -110,7 +110,7 @@ def cut_buckets(
     """Buckets of about `bucket_size` elements over the parameters of a stage (names in the order of its modules), in
     buffer order; each is cut at rows into as many runs as ranks share its group (`ways`).
     """
-    order = sorted(reversed(shapes), key=lambda n: classes[n].order)
+    order = sorted(reversed(list(shapes)), key=lambda n: classes[n].order)
     groups: list[list[str]] = []
     for name in order:
         full = groups and sum(prod(shapes[n]) for n in groups[-1]) + prod(shapes[name]) > bucket_size

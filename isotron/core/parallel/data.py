@@ -209,7 +209,9 @@ class Flat:
         found = []
         for bucket in self.buckets:
             if name in bucket.span.names and bucket.trained:
-                found += [(v.box, v.grad.view(v.box.shape)) for n, v in self._between(bucket, self._run(bucket)) if n == name]
+                found += [
+                    (v.box, v.grad.view(v.box.shape)) for n, v in self._between(bucket, self._run(bucket)) if n == name
+                ]
         return found
 
     def _sum_partial(self) -> None:
@@ -274,7 +276,7 @@ class Flat:
 def _part(flat: Tensor, at: int, size: int, begins: int) -> Tensor:
     """Elements [at, at + size) of a bucket, from a tensor that begins at element `begins` of it; empty if not there."""
     low, high = at - begins, at - begins + size
-    return flat[low:high] if 0 <= low and high <= len(flat) else flat[:0]
+    return flat[low:high] if low >= 0 and high <= len(flat) else flat[:0]
 
 
 def _wait_all(buckets: Sequence[Bucket]) -> None:

@@ -53,9 +53,7 @@ class ParallelModel:
         for s, holder in enumerate(layout.placement):
             if holder == mesh.coordinate["pp"]:
                 beside = self.stages.get(0)
-                self.stages[s] = build_stage(
-                    config, s, layers[s], layout, mesh, dtype, device, seed, beside, frozen
-                )
+                self.stages[s] = build_stage(config, s, layers[s], layout, mesh, dtype, device, seed, beside, frozen)
         keep = layout.recompute_keep if layout.recompute == "full" else None
         self.runtime = Runtime(self.stages, mesh.group("pp"), layout.overlap_grad_reduce, keep)
 

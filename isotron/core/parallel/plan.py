@@ -41,7 +41,7 @@ class Layout:
     grad_reduce_dtype: str = option(
         "auto",
         "type in which gradients travel between data-parallel ranks; auto is that of their sums, float32 or wider",
-        choices=("auto", "float64", "float32", "bfloat16", "float16"),
+        choices=("auto", "float64", "float32", "bfloat16"),
     )
     schedule: str = option(
         "auto",
@@ -144,14 +144,19 @@ class Layout:
     @property
     def zero_stage(self) -> int:
         """What is sharded, with -1 resolved; nothing where there is one data-parallel rank."""
-        if self.dp <= 1:
+        if self.data_ranks == 1:
             return 0
         return 1 if self.zero == -1 else self.zero
 
     @property
+    def data_ranks(self) -> int:
+        """Ranks that hold the same weights and see other tokens: gradients are summed over them."""
+        return max(self.dp, 1) * self.cp
+
+    @property
     def shard_ranks(self) -> int:
-        """Data-parallel ranks over which a tensor is sharded; each part is held dp / shard_ranks times."""
-        return (self.zero_shard_size or max(self.dp, 1)) if self.zero_stage else 1
+        """Data-parallel ranks over which a tensor is sharded; each part is held data_ranks / shard_ranks times."""
+        return (self.zero_shard_size or self.data_ranks) if self.zero_stage else 1
 
     def classes(self, tie: str | None, frozen: tuple[str, ...] = ()) -> Classes:
         """How parameters are kept apart in buckets."""

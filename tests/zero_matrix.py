@@ -1,0 +1,53 @@
+"""The axes of the float64 matrix of sharded data parallelism, and one case of it."""
+
+from __future__ import annotations
+
+from isotron.core.parallel.plan import Layout
+from isotron.train.verify import Case
+from tests.covering import Case as Choice
+from tests.matrix import MODELS
+
+LAYOUTS: dict[str, dict[str, int | bool]] = {
+    "DP2": {"dp": 2},
+    "DP4": {"dp": 4},
+    "DP4 in copies of 2": {"dp": 4, "zero_shard_size": 2},
+    "TP2+SPxDP2": {"tp": 2, "dp": 2, "sequence_parallel": True},
+    "PP2xDP2": {"pp": 2, "dp": 2},
+    "PP2xDP2 zb-h1": {"pp": 2, "dp": 2, "schedule": "zb-h1"},
+    "PP2xDP2 zbv": {"pp": 2, "dp": 2, "schedule": "zbv"},
+}
+# half of the parameters, the embedding and the first block among them: nothing before the second block has a gradient
+FROZEN = ("embed.*", "positions.*", "layers.0.*", "layers.1.attention.*", "layers.3.mlp.*", "norm.*")
+
+AXES = {
+    "layout": tuple(LAYOUTS),
+    "zero": (0, 1, 2, 3),
+    "model": ("gpt", "llama", "llama-tied"),  # the first and the last are tied
+    "accumulation": (1, 3),
+    "overlap": (True, False),
+    "frozen": (False, True),
+    "recompute": ("none", "full"),
+}
+
+
+def legal(choice: Choice) -> bool:
+    """Without shards there are no copies of them."""
+    return not ("copies" in choice["layout"] and choice["zero"] == 0)
+
+
+def case_of(choice: Choice) -> Case:
+    """Three steps of `accumulation` microbatches on every data-parallel rank."""
+    sizes = LAYOUTS[choice["layout"]]
+    overlap = choice["overlap"]
+    layout = Layout(
+        **sizes,  # type: ignore[arg-type]
+        zero=choice["zero"],
+        recompute=choice["recompute"],
+        make_vocab_size_divisible_by=8,
+        overlap_grad_reduce=overlap,
+        overlap_param_gather=overlap,
+        ddp_bucket_size=3000,
+    )
+    frozen = FROZEN if choice["frozen"] else ()
+    batch = 4 * choice["accumulation"]
+    return Case(MODELS[choice["model"]], layout, 16, 4 // layout.dp, batch, steps=3, frozen=frozen)
