@@ -30,7 +30,7 @@ def build(case: Case) -> ParallelModel:
     where = case.layout
     rank = dist.get_rank() if dist.is_initialized() else 0
     mesh = Mesh(rank, tp=where.tp, cp=where.cp, dp=max(where.dp, 1), pp=where.pp)
-    model = ParallelModel(case.model, where, mesh, getattr(torch, case.dtype), torch.device("cpu"), case.seed)
+    model = ParallelModel(case.model, where, mesh, getattr(torch, case.dtype), torch.device("cpu"), case.seed, case.frozen)
     randomise(model, case.seed + 1)
     return model
 

@@ -60,7 +60,9 @@ def gathered_peaks(case: Case) -> tuple[int, dict[str, int], int]:
 
 
 def open_gradients(case: Case) -> tuple[int, int, int]:
-    """Most elements of unreduced gradients at once, of the largest bucket, and of all."""
+    """Most elements of unreduced gradients at once (the tied embedding, one that fills, those under way), of the
+    largest bucket, and of all.
+    """
     model = build(case)
     (stage,) = model.stages.values()
     most = 0
