@@ -94,7 +94,7 @@ def _prepare(
     layout = config.layout
     mesh = Mesh(world.rank, tp=layout.tp, cp=layout.cp, dp=layout.dp, pp=layout.pp)
     dtype = devices.dtype_of(config.train.dtype)
-    model = ParallelModel(config.model, layout, mesh, dtype, device, config.train.seed)
+    model = ParallelModel(config.model, layout, mesh, dtype, device, config.train.seed, config.optim.freeze)
     scale_initial(model, config.optim)
     optimizer = make_optimizer(model, config.optim)
     state = TrainState(config, model, optimizer, LossScaler.for_run(config.train.dtype, config.optim))
