@@ -29,8 +29,8 @@ def scale_initial(model: ParallelModel, cfg: OptimConfig) -> None:
     """The initial weights of muP; nothing without it."""
     width = width_of(model.config.hidden_size, cfg)
     for stage in model.stages.values():
-        for name, placed in stage.placed.items():
-            stage.module.get_parameter(name).mul_(initial_factor(placed.name, placed.rule.shape, width))
+        for view in stage.flat.held():
+            view.weight.mul_(initial_factor(view.placed.name, view.placed.rule.shape, width))
 
 
 def shapes_of(model: ParallelModel) -> Mapping[str, Ints]:
