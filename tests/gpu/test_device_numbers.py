@@ -10,6 +10,7 @@ import torch
 from isotron.core import device as devices
 from isotron.core.models.gpt_config import GPTConfig
 from isotron.core.models.llama_config import LlamaConfig
+from isotron.core.nn.linear import GradSink
 from isotron.core.parallel.plan import Layout
 from isotron.core.random import keep_mask
 from isotron.train.verify import Case, compare, measure
@@ -44,6 +45,16 @@ def test_dropout_masks_are_those_of_the_cpu() -> None:
     coordinates = torch.arange(64)[:, None], torch.arange(512)
     there = keep_mask(0.3, 12345, *(c.to(device) for c in coordinates))
     assert torch.equal(there.cpu(), keep_mask(0.3, 12345, *coordinates))
+
+
+def test_weight_gradients_are_not_rounded_to_16_bits() -> None:
+    device = devices.resolve("cuda")
+    dy, x = (torch.randn(512, n, device=device).bfloat16() for n in (64, 96))
+    sink = GradSink(torch.zeros(64, 96, device=device))
+    for _ in range(3):
+        sink.add_outer(dy, x)
+    exact = 3 * dy.double().t() @ x.double()
+    assert float((sink.buffer - exact).abs().max()) < 1e-5 * float(exact.abs().max())
 
 
 def test_memory_of_a_step_returns() -> None:
