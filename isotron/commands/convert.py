@@ -18,6 +18,10 @@ from isotron.core.errors import Problem, Refused
 _DTYPES = ("", "float64", "float32", "bfloat16", "float16")
 OWN = {
     "to": Option("to", "str", "", "what DST will be", choices=("isotron", "hf", "megatron")),
+    "tp": Option(
+        "tp", "int", 1, "megatron: tensor-parallel size that its arguments name, and that its vocabulary fits"
+    ),
+    "pp": Option("pp", "int", 1, "megatron: pipeline-parallel size that its arguments name"),
     "dtype": Option("dtype", "str", "", "cast to this type; empty keeps each tensor as it is", choices=_DTYPES),
     "file_bytes": Option("file_bytes", "int", 0, "largest file of tensors; 0 means 5 GB (hf) or 1 GB", unit="bytes"),
     **JSON,
@@ -26,25 +30,23 @@ OWN = {
 MEGATRON = {
     "model_type": Option("model_type", "str", "GPT", "decoders are the only kind", choices=("GPT",)),
     "loader": Option("loader", "str", "", "format of --load-dir; seen from its files all the same"),
-    "saver": Option("saver", "str", "", "isotron or hf; core is Megatron's own"),
+    "saver": Option("saver", "str", "", "isotron, hf, or core, which is Megatron's own"),
     "load_dir": Option("load_dir", "str", "", "SRC"),
     "save_dir": Option("save_dir", "str", "", "DST"),
-    "target_tensor_parallel_size": Option("target_tensor_parallel_size", "int", 1, "no effect: any layout loads it"),
-    "target_pipeline_parallel_size": Option(
-        "target_pipeline_parallel_size", "int", 1, "no effect, for the same reason"
-    ),
+    "target_tensor_parallel_size": Option("target_tensor_parallel_size", "int", 1, "--tp"),
+    "target_pipeline_parallel_size": Option("target_pipeline_parallel_size", "int", 1, "--pp"),
     "target_expert_parallel_size": Option("target_expert_parallel_size", "int", 1, "no effect: any layout loads it"),
     "model_size": Option("model_size", "str", "", "no effect: read from config.json"),
     "checkpoint_type": Option("checkpoint_type", "str", "hf", "of the source", choices=("hf",)),
     "tokenizer_model": Option("tokenizer_model", "str", "", "no effect: copied from the source"),
-    "true_vocab_size": Option("true_vocab_size", "int", 0, "no effect: read from config.json"),
+    "true_vocab_size": Option("true_vocab_size", "int", 0, "real entries of a padded Megatron vocabulary"),
     "megatron_path": Option("megatron_path", "str", "", "no effect: nothing of Megatron is needed"),
     "max_queue_size": Option("max_queue_size", "int", 50, "no effect: there is no queue"),
     "no_checking": Option("no_checking", "bool", False, "no effect: the result is always checked"),
     "loader_transformer_impl": Option("loader_transformer_impl", "str", "", "no effect"),
     "saver_transformer_impl": Option("saver_transformer_impl", "str", "", "no effect"),
 }
-_LOADERS = ("llama_mistral", "hf", "isotron", "")
+_LOADERS = ("llama_mistral", "hf", "isotron", "core", "mcore", "megatron", "")
 _SAVERS = {"hf": "hf", "isotron": "isotron", "core": "megatron", "mcore": "megatron", "megatron": "megatron"}
 
 
@@ -62,7 +64,11 @@ def run(words: Sequence[str]) -> int:
     from isotron.hub.convert import convert
 
     given = {k: g.value for k, g in parsed.given.items()}
-    done = convert(source, result, to, run_meta, given.get("dtype", ""), given.get("file_bytes", 0))
+    sizes = [given.get(a, given.get(f"target_{b}_parallel_size", 1)) for a, b in (("tp", "tensor"), ("pp", "pipeline"))]
+    done = convert(
+        source, result, to, run_meta, given.get("dtype", ""), given.get("file_bytes", 0), tp=sizes[0],
+        pp=sizes[1], vocab_size=given.get("true_vocab_size", 0),
+    )  # fmt: skip
     if given.get("json"):
         print(json.dumps(asdict(done)))
         return 0
@@ -95,16 +101,15 @@ def _asked(parsed: Parsed, places: list[str], problems: list[Problem]) -> tuple[
         problems.append(Problem("convert " + " ".join(places), "it takes one source and one result", example))
     if not to and not {"to", "saver"} & parsed.doubtful:
         problems.append(Problem("--to not given", "the format of the result is not known", example))
-    if to == "megatron":
-        asked = given["saver"].source if "saver" in given else "--to megatron"
-        fix = "--saver isotron" if "saver" in given else "--to isotron"
-        problems.append(Problem(asked, "Megatron's own format cannot be written yet", f"{fix}: every layout loads it"))
-    elif to and to not in ("hf", "isotron"):
+    for name in ("tp", "pp", "target_tensor_parallel_size", "target_pipeline_parallel_size"):
+        if name in given and given[name].value < 1:
+            problems.append(Problem(given[name].source, "a size is 1 or more", f"--{name.replace('_', '-')} 1"))
+    if to and to not in ("hf", "isotron", "megatron"):
         problems.append(Problem(f"--saver {to}", f"the savers are {', '.join(_SAVERS)}", "--saver isotron"))
     loader = given["loader"].value if "loader" in given else ""
     if loader not in _LOADERS:
-        case = "Megatron's own checkpoints cannot be read yet" if "core" in loader else "there is no such loader"
-        problems.append(Problem(f"--loader {loader}", case, "--loader hf with a Hugging Face directory"))
+        fix = "--loader hf with a Hugging Face directory, or --loader core with one of Megatron's"
+        problems.append(Problem(f"--loader {loader}", "there is no such loader", fix))
     return source, result, to
 
 
@@ -115,6 +120,7 @@ def run_meta(opened: Any, tokenizer: str) -> dict[str, Any]:
 
 def help_text() -> str:
     """The options of convert."""
-    usage = "isotron convert SRC DST --to {isotron,hf}\n\nSRC: a run, a step, or a Hugging Face directory. DST is new."
+    usage = "isotron convert SRC DST --to {isotron,hf,megatron}\n\nSRC: a run, a step, a Hugging Face directory "
+    usage += "or a Megatron checkpoint. DST is new."
     groups = {"[command]": OWN.values(), "[as in Megatron's tools/checkpoint/convert.py]": MEGATRON.values()}
     return options_help(usage, groups)

@@ -14,6 +14,7 @@ from isotron.core.checkpoint.load import Source, TensorSource
 from isotron.core.errors import refuse
 from isotron.core.layout import Box, whole
 from isotron.hub.families import Spelling
+from isotron.hub.megatron.source import MegatronSource
 from isotron.hub.opened import Opened
 from isotron.hub.reader import HFSource
 
@@ -34,7 +35,7 @@ class Line:
 
 def check_result(opened: Opened, work: Path, to: str, dtype: torch.dtype | None) -> None:
     """Compare the result with its source: names, shapes, index (by opening it), then every element."""
-    made: Any = HFSource(work) if to == "hf" else Source(work)
+    made: Any = {"hf": HFSource, "isotron": Source, "megatron": MegatronSource}[to](work)
     expected, found = set(opened.source.names()), set(made.names())
     wrong = [f"{n} is missing" for n in sorted(expected - found)] + [f"{n} is new" for n in sorted(found - expected)]
     wrong += [n for n in sorted(expected & found) if not _equal(opened.source, made, n, dtype, opened)]

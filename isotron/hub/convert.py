@@ -28,13 +28,16 @@ from isotron.hub import export
 from isotron.hub.check import Line, check_result, table
 from isotron.hub.families import Spelling, spelling_of
 from isotron.hub.folder import CONFIG
+from isotron.hub.megatron import write as megatron
+from isotron.hub.megatron.args import write_args
+from isotron.hub.megatron.ask import TRACKER
 from isotron.hub.opened import ORIGIN, Opened, open_model
 from isotron.hub.progress import NAME, Progress
 from isotron.hub.writer import Planned, deal, write_planned
 from isotron.tokenizers.build import build_tokenizer
 from isotron.tokenizers.config import TokenizerConfig
 
-FORMATS = ("isotron", "hf")
+FORMATS = ("isotron", "hf", "megatron")
 ISOTRON_FILE_BYTES = 10**9
 
 Meta = Callable[[Opened, str], Mapping[str, Any]]
@@ -66,6 +69,8 @@ class _Job:
     work: Path
     dtype: torch.dtype | None
     files: Mapping[str, list[Planned]]
+    tp: int
+    pp: int
 
     @property
     def spelling(self) -> Spelling:
@@ -79,19 +84,28 @@ class _Job:
 
 
 def convert(
-    source: str | Path, result: str | Path, to: str, meta: Meta, dtype: str = "", file_bytes: int = 0
+    source: str | Path,
+    result: str | Path,
+    to: str,
+    meta: Meta,
+    dtype: str = "",
+    file_bytes: int = 0,
+    tp: int = 1,
+    pp: int = 1,
+    vocab_size: int = 0,
 ) -> Converted:
-    """Convert a model to format `to` ("isotron" or "hf"); refuses a result that exists.
+    """Convert a model to format `to` ("isotron", "hf" or "megatron"); refuses a result that exists.
 
     `meta(opened, tokenizer directory or "")` is the meta of an isotron checkpoint. `dtype`: another floating-point
-    type, empty keeps each tensor's. `file_bytes`: the largest file.
+    type, empty keeps each tensor's. `file_bytes`: the largest file. `tp`, `pp`: the layout that Megatron's arguments
+    name, and for which its vocabulary is padded. `vocab_size`: real entries of a Megatron source.
     """
     destination = Path(result).expanduser()
     _check_destination(destination)
-    job = _job(open_model(source), destination, to, dtype, file_bytes)
+    job = _job(open_model(source, vocab_size), destination, to, dtype, file_bytes, (tp, pp))
     job.work.mkdir(parents=True, exist_ok=True)
     entries, reused = _write(job, dtype)
-    notes = _finish_hf(job) if to == "hf" else _finish_isotron(job, entries, meta)
+    notes = _finish(job, entries, meta)
     check_result(job.opened, job.work, to, job.dtype)
     (job.work / NAME).unlink()
     _publish(job)
@@ -101,17 +115,31 @@ def convert(
                      len(job.files), reused, tuple(notes), lines)  # fmt: skip
 
 
-def _job(opened: Opened, destination: Path, to: str, dtype: str, file_bytes: int) -> _Job:
+def _finish(job: _Job, entries: dict[str, FileEntry], meta: Meta) -> list[str]:
+    if job.to == "hf":
+        return _finish_hf(job)
+    if job.to == "isotron":
+        return _finish_isotron(job, entries, meta)
+    megatron.finish(job.work, job.files, job.opened.model, job.tp, job.pp)
+    return ["Megatron has no place for a tokenizer: name it with its own options"]
+
+
+def _job(opened: Opened, destination: Path, to: str, dtype: str, file_bytes: int, layout: tuple[int, int]) -> _Job:
     kind: torch.dtype | None = getattr(torch, dtype) if dtype else None
     work = destination.with_name(destination.name + ".partial")
     if to == "hf":
         plan = export.planned(opened.source, opened.model, spelling_of(opened.model.family), kind, opened.close)
         groups = deal(plan, file_bytes or export.SHARD_BYTES)
         names = export.shard_names(len(groups))
+    elif to == "megatron":
+        write_args(opened.model, dtype, *layout)  # refuses before anything is written
+        found = megatron.planned(opened.source, opened.model, layout[0], kind, opened.close)
+        groups = deal(found, file_bytes or ISOTRON_FILE_BYTES)
+        names = [f"__0_{i}.distcp" for i in range(len(groups))]
     else:
         groups = deal([_ours(opened, name, kind) for name in opened.source.names()], file_bytes or ISOTRON_FILE_BYTES)
         names = [f"rank_00000{f'_{i}' if i else ''}.safetensors" for i in range(len(groups))]
-    return _Job(opened, to, destination, work, kind, dict(zip(names, groups, strict=True)))
+    return _Job(opened, to, destination, work, kind, dict(zip(names, groups, strict=True)), *layout)
 
 
 def _ours(opened: Opened, name: str, dtype: torch.dtype | None) -> Planned:
@@ -154,7 +182,8 @@ def _write(job: _Job, dtype: str) -> tuple[dict[str, FileEntry], int]:
     for name, group in job.files.items():
         entry = found[name]
         if entry is None:
-            entry = write_planned(job.work / name, group)
+            write = megatron.write_distcp if job.to == "megatron" else write_planned
+            entry = write(job.work / name, group)
             progress.note(name, entry)
         entries[name] = entry
     return entries, sum(entry is not None for entry in found.values())
@@ -213,5 +242,10 @@ def _publish(job: _Job) -> None:
         sync_directory(job.destination.absolute().parent)
         return
     job.destination.mkdir()
+    if job.to == "megatron":
+        os.replace(job.work, job.destination / "release")
+        write_extra(job.destination, TRACKER, b"release")
+        sync_directory(job.destination)
+        return
     os.replace(job.work, temporary(job.destination, step_name(0)))
     publish(job.destination, step_name(0), 0)

@@ -297,11 +297,7 @@ def test_memory_of_a_conversion(tmp_path: Path) -> None:
     ("words", "parts"),
     [
         (["a"], ["it takes one source and one result", "--to not given"]),
-        (["a", "b", "--to", "megatron"], ["Megatron's own format cannot be written yet", "--to isotron"]),
-        (
-            ["--loader", "core", "--saver", "hf", "--load-dir", "a", "--save-dir", "b"],
-            ["own checkpoints cannot be read"],
-        ),
+        (["a", "b", "--to", "megatron", "--tp", "0"], ["a size is 1 or more", "--tp 1"]),
         (["a", "b", "--saver", "llava"], ["the savers are"]),
         (["a", "b", "--to", "hf", "--loader", "gguf"], ["there is no such loader"]),
     ],

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 
+from isotron.commands import convert as command
 from isotron.commands.convert import run_meta
 from isotron.core.checkpoint.weights import load_weights
 from isotron.core.errors import Refused
@@ -28,7 +29,7 @@ from isotron.core.parallel.model import ParallelModel
 from isotron.core.parallel.plan import Layout
 from isotron.hub.compare import _batch
 from isotron.hub.convert import convert
-from isotron.hub.megatron.args import read_config
+from isotron.hub.megatron.args import read_config, write_args
 from isotron.hub.megatron.ask import is_megatron, scan, step_directory
 from isotron.hub.megatron.source import MegatronSource
 from isotron.hub.opened import open_model
@@ -71,6 +72,46 @@ def broken(tmp_path: Path, **files: Any) -> Path:
     for name, content in files.items():
         (tmp_path / "m" / name.replace("_", ".", 1)).write_bytes(content)
     return tmp_path / "m"
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt"])
+def test_written_as_megatrons_and_read_again(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = FIXTURES / f"megatron-{name}"
+    words = ["--loader", "core", "--saver", "core", "--load-dir", str(source), "--save-dir", str(tmp_path / "m"),
+             "--target-tensor-parallel-size", "2", "--target-pipeline-parallel-size", "2"]  # fmt: skip
+    assert command.run(words) == 0 and "read again and equal" in capsys.readouterr().out
+    assert torch.equal(our_logits(tmp_path / "m"), our_logits(source))
+    assert open_model(tmp_path / "m").model == open_model(source).model
+    args = MegatronSource(tmp_path / "m").scanned.args
+    sizes = args["tensor_model_parallel_size"], args["pipeline_model_parallel_size"], args["padded_vocab_size"]
+    assert sizes == (2, 2, 256)
+    part = zipfile.ZipFile(tmp_path / "m" / "release" / "common.pt")
+    assert part.testzip() is None
+    stored = torch.load(tmp_path / "m" / "release" / "common.pt", weights_only=False)
+    assert stored["args"].num_layers == 2 and stored["iteration"] == 0
+
+
+MCORE = Path(os.environ.get("MEGATRON_CORE_PYTHON", "/opt/venv/mcore/bin/python"))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not MCORE.is_file(), reason="MEGATRON_CORE_PYTHON names no Python that has megatron-core")
+@pytest.mark.parametrize("name", ["llama", "gpt"])
+def test_megatron_core_loads_what_was_written(name: str, tmp_path: Path) -> None:
+    convert(FIXTURES / f"megatron-{name}", tmp_path / "m", "megatron", run_meta, tp=2)
+    words = [str(MCORE), "-W", "ignore", str(ROOT / "tests" / "megatron_oracle.py"), "read", str(tmp_path / "m")]
+    surroundings = {**os.environ, "MEETING": str(tmp_path / "meeting")}
+    done = subprocess.run(words, env=surroundings, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found, wanted = (np.load(d / "logits.npy")[..., :131] for d in (tmp_path / "m", FIXTURES / f"megatron-{name}"))
+    assert abs(found - wanted).max() < 1e-5 * abs(wanted).max()
+
+
+def test_what_megatron_cannot_be_told_is_refused(tmp_path: Path) -> None:
+    from isotron.core.models.llama_config import LlamaConfig
+
+    with pytest.raises(Refused, match="stretched by yarn"):
+        write_args(LlamaConfig(rope_scaling="yarn"), "float32", 1, 1)
 
 
 class Hostile:

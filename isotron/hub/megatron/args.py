@@ -166,7 +166,11 @@ def write_args(cfg: Any, dtype: str, tp: int, pp: int) -> dict[str, Any]:
 
 def _write_rope(cfg: Any) -> dict[str, Any]:
     if cfg.family == "gpt":
-        return {"position_embedding_type": "learned_absolute", "use_rotary_position_embeddings": False}
+        return {
+            "position_embedding_type": "learned_absolute", "use_rotary_position_embeddings": False,
+            "rotary_base": 10000, "rotary_percent": 1.0, "use_rope_scaling": False, "rope_scaling_factor": 8.0,
+            "rotary_seq_len_interpolation_factor": None,
+        }  # fmt: skip
     linear, llama3 = cfg.rope_scaling == "linear", cfg.rope_scaling == "llama3"
     return {
         "position_embedding_type": "rope", "use_rotary_position_embeddings": True, "rotary_base": cfg.rope_theta,

@@ -69,6 +69,12 @@ def of_ranks(ranks: Sequence[Any], args: Mapping[str, Any], place: Place, where:
     return found
 
 
+def layer_of(name: str) -> tuple[int, str] | None:
+    """(number of the layer, name without it) of a tensor of a block; None for the others."""
+    match = _LAYER.fullmatch(name)
+    return None if match is None else (int(match[2]), f"{match[1]}.{match[3]}")
+
+
 def _numbered(name: str, first: int) -> str:
     match = _LAYER.fullmatch(name)
     return name if match is None else f"{match[1]}.{int(match[2]) + first}.{match[3]}"

@@ -21,22 +21,9 @@ STORAGES = {
 }  # fmt: skip
 # packages whose names may occur; what they name stays inert
 ROOTS = frozenset(
-    [
-        "torch",
-        "megatron",
-        "transformer_engine",
-        "transformer_engine_torch",
-        "numpy",
-        "argparse",
-        "collections",
-        "pathlib",
-        "signal",
-        "apex",
-        "enum",
-        "modelopt",
-        "nemo",
-    ]
-)
+    ("torch", "megatron", "transformer_engine", "transformer_engine_torch", "numpy", "argparse", "collections",
+     "pathlib", "signal", "apex", "enum", "modelopt", "nemo")
+)  # fmt: skip
 BUILTINS = frozenset(["getattr", "object", "slice", "range", "complex", "bytearray"])
 
 
