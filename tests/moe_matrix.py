@@ -42,7 +42,6 @@ MODELS: dict[str, Any] = {
         moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True, moe_router_num_groups=4,
         moe_router_group_topk=2, moe_shared_expert_intermediate_size=16, attention_dropout=0.1,
         mtp_num_layers=2, mtp_loss_scaling_factor=0.5, **LOSSES),
-    "sinkhorn": mixtral(moe_router_load_balancing_type="sinkhorn", moe_aux_loss_coeff=0.0),
 }  # fmt: skip
 
 AXES = {
@@ -54,8 +53,8 @@ AXES = {
 
 
 def case_of(choice: Choice) -> Case:
-    """Three steps of four samples of 16 tokens."""
+    """Two steps of four samples of 16 tokens."""
     sizes: Any = {"dp": 1, **LAYOUTS[choice["layout"]]}
     cut = Layout(**sizes, recompute=choice["recompute"], make_vocab_size_divisible_by=8, ddp_bucket_size=3000)
     model = MODELS[choice["model"]]
-    return Case(model, cut, sequence=16, micro_batch=choice["microbatch"], global_batch=4, steps=3)
+    return Case(model, cut, sequence=16, micro_batch=choice["microbatch"], global_batch=4, steps=2)

@@ -82,3 +82,10 @@ def test_context_parallel_ranks_share_sequences(ranks: Callable[..., list[Any]])
     case = replace(base, model=mixtral(moe_shared_expert_intermediate_size=16))
     split = replace(case, layout=replace(case.layout, cp=2, tp=2, sequence_parallel=True))
     assert faults(ranks(4, measure, split, timeout=120)[0], reference_of(case)) == []
+
+
+def test_sinkhorn_sees_whole_sequences(ranks: Callable[..., list[Any]]) -> None:
+    base = case_of({"layout": "1", "model": "global", "microbatch": 2, "recompute": "full"})
+    case = replace(base, model=mixtral(moe_router_load_balancing_type="sinkhorn", moe_aux_loss_coeff=0.0))
+    split = replace(case, layout=replace(case.layout, tp=2, sequence_parallel=True))
+    assert faults(ranks(2, measure, split, timeout=120)[0], reference_of(case)) == []
