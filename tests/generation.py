@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,10 +20,13 @@ from isotron.core.models.gpt_config import GPTConfig
 from isotron.core.models.llama_config import LlamaConfig
 from isotron.core.parallel.model import ParallelModel
 from isotron.core.parallel.plan import Layout
-from isotron.inference.config import EngineConfig, inference_layout
+from isotron.hub.reader import HFSource
+from isotron.inference.beam import Beams, search
+from isotron.inference.config import Ending, EngineConfig, Sampling, Wish, inference_layout
 from isotron.inference.engine import Engine, Generated
 from isotron.tokenizers.null import NullTokenizer
 from isotron.train.verify import randomise
+from tests import hf_twins
 
 # dropout must be off in generation, so it is on here; 5 blocks do not divide by 2 or 4; 131 is padded in every layout
 MODELS = {
@@ -113,3 +117,33 @@ def broken(layout: dict[str, int]) -> None:
 def narrow(layout: dict[str, int]) -> list[list[int]]:
     """Sampled tokens of a bfloat16 model."""
     return make_engine("llama", "bfloat16", **layout).generate(PROMPTS, 8, temperature=1.0, stop_ids=()).tokens
+
+
+def twin_engine(
+    name: str, directory: Path, config: EngineConfig, dtype: torch.dtype = torch.float32
+) -> tuple[Any, Engine]:
+    """A tiny model of transformers and an engine with its weights; in this world's layout when there are ranks."""
+    theirs = hf_twins.save(name, directory, dtype)
+    return theirs, open_twin(directory, config, dtype)
+
+
+def open_twin(directory: Path, config: EngineConfig, dtype: torch.dtype = torch.float32, **layout: int) -> Engine:
+    """An engine with the weights of a Hugging Face directory."""
+    cut = inference_layout(Layout(**layout))
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    source = HFSource(directory, check_head=rank == 0)
+    mesh = Mesh(rank, tp=cut.tp, pp=cut.pp)
+    model = ParallelModel(source.folder.model, cut, mesh, dtype, torch.device("cpu"), 3)
+    load_weights(model, source)
+    source.close()
+    return Engine(model, NullTokenizer(model.config.vocab_size), config)
+
+
+def twins_agree(directory: str, prompts: list[list[int]], layout: dict[str, int]) -> list[Any]:
+    """In a layout: greedy tokens with log-probabilities, drawn ones with guesses ahead, and beams."""
+    engine = open_twin(Path(directory), EngineConfig(page=8, chunk=16, speculate="ngram"), **layout)
+    greedy = engine.answer(prompts, Wish(ending=Ending(8)))
+    drawn = engine.answer(prompts, Wish(Sampling(0.9, 40, 0.95, 7, repetition_penalty=1.2), Ending(8), n=2))
+    beams = search(engine, prompts[1:2], Wish(ending=Ending(6), n=2), Beams(3))
+    tokens = [[r.new for rows in part for r in rows] for part in (greedy, drawn, beams)]
+    return [*tokens, [r.logprobs for rows in greedy for r in rows]]

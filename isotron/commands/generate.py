@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
+from isotron.commands.generation_options import CHOICE, ENGINE, settled
 from isotron.commands.helptext import options_help
 from isotron.commands.run_options import JSON, device_count
 from isotron.config.argv import Parsed, parse
@@ -21,10 +21,12 @@ OWN = {
         "prompt", "strs", (), "text to continue; repeat it for several; without it, lines of stdin that are not blank"
     ),
     "max_new_tokens": Option("max_new_tokens", "int", 64, "tokens to generate for each prompt", unit="tokens"),
-    "temperature": Option("temperature", "float", 1.0, "0 takes the likeliest token, 1 samples as the model says"),
-    "top_k": Option("top_k", "int", 0, "sample from the k likeliest tokens; 0 means all"),
-    "top_p": Option("top_p", "float", 0.0, "sample from the likeliest tokens that hold this probability; 0 means all"),
+    "temperature": Option(
+        "temperature", "float", 1.0, "0 takes the likeliest token, 1 samples as the model says; 0 with num_beams"
+    ),
+    **CHOICE,
     "ignore_eos": Option("ignore_eos", "bool", False, "go on after the end-of-document token"),
+    **ENGINE,
     **JSON,
 }
 SHARED = {n: catalogue()[n] for n in ("load", "tp", "pp", "device", "dtype", "seed")}
@@ -43,21 +45,24 @@ def run(words: Sequence[str]) -> int:
 
     parsed = parse(words, {**OWN, **SHARED, **TOKENIZER})
     values = {n: o.default for n, o in OWN.items()} | {k: g.value for k, g in parsed.given.items()}
-    problems = [*parsed.problems, *_ranges(values)]
+    if values["num_beams"] > 1 and "temperature" not in parsed.given:
+        values["temperature"] = 0.0
+    problems = [*parsed.problems, *settled(values, parsed)]
     world = from_environment()
     size = None if world is None else world.size
-    config = _config(parsed, problems, size)
+    config = model_config(parsed, problems, size)
     if problems:
         raise Refused(problems)
     for note in parsed.notes:
         print(f"note: {note}", file=sys.stderr)
     prompts = tuple(" ".join(words) for words in parsed.repeated.get("prompt", [])) or _from_stdin()
-    options = {n: values[n] for n in OWN if n != "prompt"} | {"prompts": prompts, "seed": config.train.seed}
+    options = {n: values[n] for n in (*OWN, "grammar") if n != "prompt"}
+    options |= {"prompts": prompts, "seed": config.train.seed}
     processes = 1 if world is not None else config.layout.world
     return run_local("isotron.inference.generate:main", processes, (config, options))
 
 
-def _config(parsed: Parsed, problems: list[Problem], size: int | None) -> RunConfig:
+def model_config(parsed: Parsed, problems: list[Problem], size: int | None) -> RunConfig:
     """The checkpoint's run in the layout, on the device and in the dtype asked for."""
     load = parsed.given["load"].value if "load" in parsed.given else ""
     found = Found()
@@ -79,20 +84,6 @@ def _config(parsed: Parsed, problems: list[Problem], size: int | None) -> RunCon
 def _said(problem: Problem) -> Problem:
     """The same problem without the advice to start a new run."""
     return Problem(problem.asked, problem.case.split(", and a mistyped")[0], problem.fix.split(", or --load")[0])
-
-
-def _ranges(values: Mapping[str, Any]) -> list[Problem]:
-    rules = (
-        ("max_new_tokens", values["max_new_tokens"] > 0, "above 0", "--max-new-tokens 64"),
-        ("temperature", values["temperature"] >= 0, "0 or more", "--temperature 1.0"),
-        ("top_k", values["top_k"] >= 0, "0 or more", "--top-k 0"),
-        ("top_p", 0 <= values["top_p"] <= 1, "between 0 and 1", "--top-p 0.9"),
-    )
-    return [
-        Problem(f"--{n.replace('_', '-')} {values[n]}", f"{n} must be {case}", fix)
-        for n, ok, case, fix in rules
-        if not ok
-    ]
 
 
 def _from_stdin() -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from isotron.core.errors import Problem, Refused, refuse
 from isotron.core.parallel.model import ParallelModel
 from isotron.inference.checks import check_model, check_request
 from isotron.inference.config import Ending, EngineConfig, Sampling, Wish
+from isotron.inference.grammar import Grammar, Grammars
 from isotron.inference.pages import Pages
 from isotron.inference.plan import Span
 from isotron.inference.row import Row
@@ -70,6 +71,7 @@ class Engine:
         self.scheduler: Scheduler | None = None
         self.guesser: Guesser | None = None
         self.accepted, self.guessed = 0, 0
+        self._grammars: Grammars | None = None
 
     # ---- requests that come and go ---------------------------------------------------------------------------------
 
@@ -125,14 +127,23 @@ class Engine:
             row = Row(list(tokens), len(tokens), wish, request, sample, leader=rows[0] if rows else None)
             if wish.ending.stop or watch_text:
                 row.text = Text(self._need_tokenizer("stop texts"), tokens, wish.ending.stop)
+            if wish.grammar is not None:
+                row.grammar = self.grammar(*wish.grammar)
             rows.append(row)
         self.at_work.add(rows)
         return rows
+
+    def grammar(self, kind: str, text: str) -> Grammar:
+        """A grammar for the tokenizer of this engine; refuses what cannot be read."""
+        if self._grammars is None:
+            self._grammars = Grammars(self._need_tokenizer("a grammar"), self.model.config.vocab_size)
+        return self._grammars.make(kind, text)
 
     def cancel(self, row: Row) -> None:
         """End a row now; its pages are free for others."""
         self.at_work.drop(row, "cancelled")
 
+    @torch.inference_mode()
     def step(self) -> list[Row]:
         """One pass; the rows that got a token or ended."""
         scheduler = self.at_work
@@ -144,7 +155,7 @@ class Engine:
         spans = [self._span(w) for w in work]
         logits = self.runner.run(spans, [w.wanted for w in work])
         grown = [w for w in work if w.wanted]
-        draws = [d for w in grown for d in _draws(w)]
+        draws = [d for w in grown for d in _draws(w, self.runner.decides)]
         told = self._told(logits, draws, [w.row.wish for w in grown for _ in range(w.wanted)])
         for w in work:
             if not w.wanted:
@@ -260,6 +271,10 @@ class Engine:
             return set()
         return {i for i in (self.tokenizer.eod, self.tokenizer.eos) if i is not None}
 
+    def ends(self, named: Sequence[int] | None = None) -> frozenset[int]:
+        """The tokens that end a document: those that a model names, else the tokenizer's."""
+        return frozenset(named or self._ends())
+
     def _beginning(self, row: int) -> list[int]:
         if self.tokenizer is None:
             raise refuse(
@@ -294,8 +309,10 @@ def _draw(row: Row, history: Sequence[int]) -> Draw:
     return Draw(row.wish.sampling, row.request, history, row.prompt, row.sample)
 
 
-def _draws(work: Work) -> list[Draw]:
+def _draws(work: Work, decides: bool) -> list[Draw]:
     row = work.row
+    if row.grammar is not None and decides:
+        return [replace(_draw(row, row.tokens), allowed=row.grammar.allowed())]
     if not row.guesses:
         return [_draw(row, row.tokens)]
     return [_draw(row, row.tokens + row.guesses[:i]) for i in range(work.wanted)]

@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from isotron.config.load import read
+from isotron.config.resume import find_checkpoint
 from isotron.config.schema import RunConfig, changed, from_dict
 from isotron.core import comm
 from isotron.core import device as devices
@@ -23,25 +25,33 @@ from isotron.core.parallel.model import ParallelModel
 from isotron.hub.folder import end_tokens
 from isotron.hub.foreign import foreign_source, is_foreign
 from isotron.hub.opened import ORIGIN
-from isotron.inference.config import inference_layout
-from isotron.inference.engine import Engine, Generated
+from isotron.inference.beam import Beams, search
+from isotron.inference.config import Ending, EngineConfig, Sampling, Wish, inference_layout
+from isotron.inference.engine import Engine
+from isotron.inference.row import Row
 from isotron.launch import World, from_environment, init_distributed, shutdown
 from isotron.tokenizers.base import DESCRIPTOR, Tokenizer
 from isotron.tokenizers.build import build_tokenizer, load_tokenizer
 from isotron.tokenizers.config import TokenizerConfig
 from isotron.tokenizers.null import NullTokenizer
 
-ROWS = 32  # prompts of one batch
+DEFAULTS: dict[str, Any] = {
+    "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "logit_bias": (),
+    "stop": (), "stop_ids": (), "n": 1, "best_of": 0, "logprobs": 0, "num_beams": 1, "length_penalty": 1.0,
+    "early_stopping": False, "grammar": None, "max_batch": 32, "page": 64, "chunk": 512, "prefix_reuse": True,
+    "speculate": "none", "lookahead": 4, "draft": "",
+}  # fmt: skip
 
 
 def main(config: RunConfig, options: Mapping[str, Any]) -> int:
     """Continue the prompts and print them on rank 0; returns the exit code.
 
     `config`: the checkpoint's run with `load`, the layout (tp, pp), device and dtype of this command. `options`:
-    prompts, max_new_tokens, temperature, top_k, top_p, seed, ignore_eos, json.
+    prompts, max_new_tokens, temperature, top_k, top_p, seed, ignore_eos, json, and those of DEFAULTS.
     A model from Hugging Face ends at every token that its generation config names, and begins as its tokenizer says.
     """
     world = from_environment() or World()
+    options = {**DEFAULTS, **options}
     config = changed(config, **_layout_leaves(config))
     if world.size != config.layout.world:
         raise refuse(
@@ -54,9 +64,9 @@ def main(config: RunConfig, options: Mapping[str, Any]) -> int:
     try:
         mesh = Mesh(world.rank, tp=config.layout.tp, pp=config.layout.pp)
         step = find_step(config.checkpoint.load, mesh.group(*AXES))
-        engine = open_engine(config, step, mesh, device)
+        engine = open_engine(config, step, mesh, device, engine_config(options), options["draft"])
         origin = step if is_foreign(step) else step / ORIGIN
-        results = continue_texts(engine, {**options, "stop_ids": end_tokens(origin), "origin": origin.is_dir()})
+        results = continue_texts(engine, {**options, "ends": end_tokens(origin), "origin": origin.is_dir()})
         if world.rank == 0:
             print(as_json(step, results) if options["json"] else as_text(results), flush=True)
         return 0
@@ -64,26 +74,55 @@ def main(config: RunConfig, options: Mapping[str, Any]) -> int:
         shutdown()
 
 
-def find_step(path: str, world: Group) -> Path:
+def find_step(path: str, world: Group, option: str = "--load") -> Path:
     """The step or foreign checkpoint to load, as rank 0 sees it."""
     step = (Path(path) if is_foreign(path) else find(path)) if world.index == 0 else None
     chosen = comm.broadcast_json(None if step is None else str(step), world)
     if chosen is None:
-        raise refuse(f"--load {path}", "there is no complete checkpoint", "--load with the directory of a run")
+        raise refuse(f"{option} {path}", "there is no complete checkpoint", f"{option} with the directory of a run")
     return Path(chosen)
 
 
-def open_engine(config: RunConfig, step: Path, mesh: Mesh, device: Any) -> Engine:
-    """The model of a step or foreign checkpoint with its weights, in the layout of `config`, and its tokenizer."""
+def engine_config(options: Mapping[str, Any]) -> EngineConfig:
+    """The engine that the options ask for."""
+    names = {"rows": "max_batch", "reuse": "prefix_reuse"}
+    fields = ("rows", "page", "chunk", "reuse", "speculate", "lookahead")
+    return EngineConfig(**{f: options[names.get(f, f)] for f in fields})
+
+
+def open_engine(
+    config: RunConfig, step: Path, mesh: Mesh, device: Any, how: EngineConfig | None = None, draft: str = ""
+) -> Engine:
+    """The model of a step or Hugging Face directory with its weights, in the layout of `config`, its tokenizer, and a
+    draft model from another directory."""
     foreign = is_foreign(step)
     tokenizer = foreign_tokenizer(config) if foreign else find_tokenizer(config, step, read_manifest(step))
-    config = with_sizes(config, tokenizer)
+    model = loaded_model(with_sizes(config, tokenizer), step, mesh, device)
+    smaller = None
+    if draft:
+        found = find_step(draft, mesh.group(*AXES), "--draft")
+        base = config_of(found)
+        same = {"tp": config.layout.tp, "pp": config.layout.pp, "dp": 1, "dtype": config.train.dtype}
+        base = changed(base, **same, sequence_parallel=False)
+        base = changed(base, **_layout_leaves(base))
+        smaller = loaded_model(with_sizes(base, tokenizer), found, mesh, device)
+    return Engine(model, tokenizer, how, smaller)
+
+
+def config_of(step: Path) -> RunConfig:
+    """The run that wrote a step, or what a Hugging Face directory describes."""
+    found = find_checkpoint(str(step), "", lambda line: None)
+    return read([], found.config).config
+
+
+def loaded_model(config: RunConfig, step: Path, mesh: Mesh, device: Any) -> ParallelModel:
+    """A model with the weights of a step or of a Hugging Face directory."""
     dtype = devices.dtype_of(config.train.dtype)
     model = ParallelModel(config.model, config.layout, mesh, dtype, device, config.train.seed)
-    source = foreign_source(step, check_head=mesh.rank == 0) if foreign else Source(step)
+    source = foreign_source(step, check_head=mesh.rank == 0) if is_foreign(step) else Source(step)
     load_weights(model, source)
     source.close()
-    return Engine(model, tokenizer)
+    return model
 
 
 def foreign_tokenizer(config: RunConfig) -> Tokenizer:
@@ -123,26 +162,27 @@ def _layout_leaves(config: RunConfig) -> dict[str, Any]:
 
 
 def continue_texts(engine: Engine, options: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Per prompt: prompt, text (its continuation), tokens, logprobs, prompt_tokens, finish_reason."""
+    """Per answer: prompt, text (its continuation), tokens, logprobs, prompt_tokens, finish_reason."""
     prompts: Sequence[str] = options["prompts"]
     tokenizer = _tokenizer(engine)
     first = list(tokenizer.prefix) if options.get("origin") else []
     ids = [first + row for row in tokenizer.encode_batch(list(prompts))]
-    results: list[dict[str, Any]] = []
-    for start in range(0, len(prompts), ROWS):
-        part = slice(start, start + ROWS)
-        out = engine.generate(
-            ids[part],
-            max_new_tokens=options["max_new_tokens"],
-            temperature=options["temperature"],
-            top_k=options["top_k"],
-            top_p=options["top_p"],
-            seed=options["seed"],
-            stop_ids=() if options["ignore_eos"] else options.get("stop_ids") or None,
-            first_request=start,
-        )
-        results += _described(_tokenizer(engine), prompts[part], ids[part], out)
-    return results
+    wish = wish_of(options, engine.ends(options.get("ends")))
+    if options["num_beams"] > 1:
+        beams = Beams(options["num_beams"], options["length_penalty"], options["early_stopping"])
+        answers = search(engine, ids, wish, beams)
+    else:
+        answers = engine.answer(ids, wish)
+    return [_described(tokenizer, prompt, row) for prompt, rows in zip(prompts, answers, strict=True) for row in rows]
+
+
+def wish_of(options: Mapping[str, Any], ends: frozenset[int]) -> Wish:
+    """The request that the options describe; `ends` are the tokens that end a document."""
+    choice = {name: options[name] for name in Sampling.__dataclass_fields__}
+    stops = frozenset(options["stop_ids"]) | (frozenset() if options["ignore_eos"] else ends)
+    ending = Ending(options["max_new_tokens"], stops, tuple(options["stop"]))
+    tops = options["logprobs"]
+    return Wish(Sampling(**choice), ending, options["n"], options["best_of"], True, tops, options["grammar"])
 
 
 def _tokenizer(engine: Engine) -> Tokenizer:
@@ -151,21 +191,19 @@ def _tokenizer(engine: Engine) -> Tokenizer:
     return engine.tokenizer
 
 
-def _described(
-    tokenizer: Tokenizer, prompts: Sequence[str], ids: Sequence[list[int]], out: Generated
-) -> list[dict[str, Any]]:
-    rows = zip(prompts, ids, out.tokens, out.logprobs, out.reasons, strict=True)
-    return [
-        {
-            "prompt": prompt,
-            "text": continuation(tokenizer, row, new[:-1] if reason == "stop" else new),
-            "prompt_tokens": row,
-            "tokens": new,
-            "logprobs": logprobs,
-            "finish_reason": reason,
-        }
-        for prompt, row, new, logprobs, reason in rows
-    ]
+def _described(tokenizer: Tokenizer, prompt: str, row: Row) -> dict[str, Any]:
+    new, given = row.new, row.tokens[: row.prompt]
+    ended = row.reason == "stop" and bool(new) and new[-1] in row.wish.ending.stop_ids
+    text = row.text.whole if row.text is not None else continuation(tokenizer, given, new[:-1] if ended else new)
+    found = {
+        "prompt": prompt,
+        "text": text,
+        "prompt_tokens": given,
+        "tokens": new,
+        "logprobs": row.logprobs,
+        "finish_reason": row.reason,
+    }
+    return {**found, "top_logprobs": row.tops} if row.wish.tops else found
 
 
 def continuation(tokenizer: Tokenizer, prompt: list[int], new: list[int]) -> str:

@@ -22,6 +22,7 @@ from isotron.core.mesh import AXES, rank_of
 from isotron.core.nn.context import Context
 from isotron.core.parallel.model import ParallelModel
 from isotron.inference.cache import Cache, cached
+from isotron.inference.lean import lean
 from isotron.inference.plan import Pass, Span
 
 
@@ -55,7 +56,7 @@ class Runner:
         context, turns = self.module._context, _Turns(self)
         self.module._context = turns
         try:
-            with cached(self.module, self.cache):
+            with cached(self.module, self.cache), lean(self.module):
                 self.turns = turns
                 yield
         finally:

@@ -110,7 +110,8 @@ def test_help_shows_sections_defaults_and_both_spellings(capsys):
     [
         (["trian"], ["there is no such verb", "isotron train"]),
         (["frobnicate"], ["there is no such verb", "preprocess"]),
-        (["serve"], ["serve is not built yet", "isotron generate"]),
+        (["score"], ["score is not built yet", "--valid-data-path"]),
+        (["serve", "--prot", "1"], ["--load not given", "--port"]),
         (["train", "--hiden-size", "3"], ["--hidden-size"]),
         (["doctor", "--jsn"], ["--json"]),
         (["generate", "--prompt", "a"], ["--load not given"]),

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import pytest
+import torch
 
 from isotron.config.schema import changed, from_dict
 from isotron.core.checkpoint.load import Source
 from isotron.core.errors import Refused
 from isotron.launch import run_local
-from tests.generation import broken, loaded, make_engine, narrow, save_run, several
+from tests import hf_twins
+from tests.generation import broken, loaded, make_engine, narrow, save_run, several, twins_agree
+from tests.serving import call
 
 LAYOUTS = {
     "TP2": {"tp": 2},
@@ -53,6 +58,24 @@ def test_a_checkpoint_in_another_layout(ranks, layout, tmp_path):
         assert found == expected.tokens
 
 
+MIXED = [[(7 * i * i + j) % 131 for i in range(1, n)] for j, n in enumerate((40, 3, 21))]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "qwen2-window"])
+@pytest.mark.parametrize("layout", [{}, {"tp": 2}, {"pp": 2}], ids=["1", "TP2", "PP2"])
+def test_tokens_and_logprobs_of_transformers(ranks, name, layout, tmp_path):
+    theirs = hf_twins.save(name, tmp_path)
+    alone = twins_agree(str(tmp_path), MIXED, {})
+    found = ranks(size(layout), twins_agree, str(tmp_path), MIXED, layout) if layout else [alone]
+    for greedy, drawn, beams, logprobs in found:
+        assert [greedy, drawn, beams] == alone[:3]
+        for prompt, new, mine in zip(MIXED, greedy, logprobs, strict=True):
+            logits = theirs(torch.tensor([prompt + new])).logits[0, len(prompt) - 1 : -1]
+            assert new == logits.argmax(-1).tolist()
+            right = torch.log_softmax(logits.double(), -1)
+            assert mine == pytest.approx([float(right[i, t]) for i, t in enumerate(new)], abs=1e-5)
+
+
 @pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2}], ids=str)
 def test_every_rank_refuses_what_the_last_stage_found(ranks, layout):
     with pytest.raises(Refused, match="not finite"):
@@ -75,3 +98,25 @@ def test_the_command_on_two_processes(tmp_path, capfd):
     report = json.loads(capfd.readouterr().out)
     expected = make_engine("gpt").generate([[5, 17], [7]], 5, stop_ids=())
     assert [r["tokens"] for r in report["results"]] == expected.tokens
+
+
+def test_a_server_on_two_processes(tmp_path):
+    step = save_run("gpt", tmp_path)
+    words = ["serve", "--load", str(step), "--tp", "2", "--port", "0", "--dtype", "float32", "--chunk", "4"]
+    process = subprocess.Popen([sys.executable, "-m", "isotron", *words], stderr=subprocess.PIPE, text=True)
+    try:
+        lines = iter(process.stderr.readline, "")
+        line = next(line for line in lines if line.startswith("serving "))
+        address = ("127.0.0.1", int(line.rsplit(":", 1)[1]))
+        expected = make_engine("gpt", "float32").generate([[5, 17], [7]], 5)
+        body = {"prompt": ["5 17", "7"], "max_tokens": 5, "temperature": 0}
+        status, reply = call(address, "POST", "/v1/completions", body)
+        assert status == 200 and reply["usage"]["completion_tokens"] == sum(map(len, expected.tokens))
+        tokens = [list(map(int, c["text"].split())) for c in reply["choices"]]
+        assert tokens == [[t for t in row if t != 130] for row in expected.tokens]
+        assert call(address, "POST", "/v1/completions", {**body, "max_tokens": 99})[0] == 400
+        process.terminate()
+        assert process.wait(30) in (0, 143)
+    finally:
+        process.kill()
+        process.wait()

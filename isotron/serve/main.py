@@ -1,0 +1,123 @@
+"""One rank of `isotron serve`: rank 0 answers HTTP, the others follow its engine."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from isotron.config.schema import RunConfig, changed
+from isotron.core import device as devices
+from isotron.core.errors import refuse
+from isotron.core.mesh import AXES, Mesh
+from isotron.hub.folder import end_tokens
+from isotron.hub.foreign import is_foreign
+from isotron.hub.opened import ORIGIN
+from isotron.inference.config import inference_layout
+from isotron.inference.engine import Engine
+from isotron.inference.generate import DEFAULTS, engine_config, find_step, open_engine
+from isotron.launch import World, from_environment, init_distributed, shutdown
+from isotron.serve.app import Server, build
+from isotron.serve.chat import find_template
+from isotron.serve.config import Limits
+from isotron.serve.protocol import Defaults
+from isotron.serve.worker import Worker, follow
+from isotron.tokenizers.base import need_library
+
+CACHE_BYTES = 2 << 30  # of a rank, unless --cache-tokens says otherwise
+
+
+def main(config: RunConfig, options: Mapping[str, Any]) -> int:
+    """Serve until told to stop; returns the exit code."""
+    world = from_environment() or World()
+    options = {**DEFAULTS, **options}
+    layout = inference_layout(config.layout)
+    config = changed(config, **{leaf: getattr(layout, leaf) for leaf in layout.__dataclass_fields__})
+    if world.size != config.layout.world:
+        asked = f"--tp {config.layout.tp} --pp {config.layout.pp} on {world.size} processes"
+        raise refuse(asked, f"this layout takes {config.layout.world}", f"start {config.layout.world} processes")
+    device = devices.resolve(config.train.device, world.local_rank)
+    init_distributed(world, device)
+    try:
+        mesh = Mesh(world.rank, tp=config.layout.tp, pp=config.layout.pp)
+        step = find_step(config.checkpoint.load, mesh.group(*AXES))
+        engine = open_engine(config, step, mesh, device, engine_config(options), options["draft"])
+        tokens = options["cache_tokens"] or default_cache(engine)
+        if world.rank == 0:
+            return serve(engine, step, tokens, options)
+        for number in (signal.SIGTERM, signal.SIGINT):  # rank 0 says when it is over
+            signal.signal(number, signal.SIG_IGN)
+        follow(engine, tokens)
+        return 0
+    finally:
+        shutdown()
+
+
+def default_cache(engine: Engine) -> int:
+    """Tokens for as many of the longest sequences as may be at work, within CACHE_BYTES."""
+    cfg, model = engine.model.config, engine.model
+    width = 2 * getattr(cfg, "kv_heads", cfg.num_attention_heads) * cfg.head_size
+    layers = -(-cfg.num_layers // model.layout.pp)
+    per_token = width * layers * model.dtype.itemsize // min(model.layout.tp, 8)
+    longest = cfg.max_position_embeddings + engine.config.page
+    return int(min(engine.config.rows * longest, max(longest, CACHE_BYTES // max(1, per_token))))
+
+
+def make_server(engine: Engine, step: Path, cache_tokens: int, options: Mapping[str, Any]) -> Server:
+    """Everything that the routes need; its worker has not been started."""
+    tokenizer = engine.tokenizer
+    if tokenizer is None:
+        raise refuse("isotron serve without a tokenizer", "requests are texts", "--tokenizer-model FILE")
+    origin = step if is_foreign(step) else step / ORIGIN
+    files = getattr(tokenizer, "files", {})
+    places = [*(Path(f).parent for f in files.values()), origin, step / "tokenizer"]
+    limits = Limits(options["max_waiting"], options["max_answers"], options["max_body_bytes"], options["grace"])
+    return Server(
+        Worker(engine, cache_tokens),
+        engine,
+        tokenizer,
+        find_template(options["chat_template"], places),
+        options["served_name"] or step.resolve().name,
+        limits,
+        Defaults(engine.ends(end_tokens(origin)), options["max_new_tokens"]),
+        list(tokenizer.prefix) if origin.is_dir() else [],
+        options["api_key"],
+    )
+
+
+def serve(engine: Engine, step: Path, cache_tokens: int, options: Mapping[str, Any]) -> int:
+    """Rank 0: HTTP in this thread, the engine in another; 1 when the engine failed."""
+    library = need_library("uvicorn", "isotron serve")
+    server = make_server(engine, step, cache_tokens, options)
+    app = build(server)
+    host, port = options["host"], options["port"]
+    config = library.Config(
+        app, host=host, port=port, log_level="warning", timeout_graceful_shutdown=server.limits.grace,
+        limit_concurrency=None, timeout_keep_alive=5,
+    )  # fmt: skip
+    http = library.Server(config)
+
+    def give_up() -> None:
+        http.should_exit = True
+
+    server.worker.on_failure = give_up
+    server.worker.start()
+    try:
+        asyncio.run(_run(http, host, port, server.name))
+    finally:
+        server.worker.stop()
+    return 1 if server.worker.failure else 0
+
+
+async def _run(http: Any, host: str, port: int, name: str) -> None:
+    """Serves, and says the address once it can be reached."""
+    task = asyncio.ensure_future(http.serve())
+    while not http.started and not task.done():
+        await asyncio.sleep(0.02)
+    if http.started:
+        port = http.servers[0].sockets[0].getsockname()[1]
+        print(f"serving {name} at http://{host}:{port}", file=sys.stderr, flush=True)
+    await task
