@@ -346,7 +346,7 @@ def test_pretrain_line_with_smaller_sizes(workspace, monkeypatch, capsys, starte
          "--load ./pretrain_checkpoints"),
         ("python tools/checkpoint/convert.py --model-type GPT --loader llama_mistral --saver core --load-dir ./a "
          "--save-dir ./b --target-tensor-parallel-size 2 --target-pipeline-parallel-size 2",
-         "Megatron's own format cannot be written yet"),
+         "neither a checkpoint nor a Hugging Face directory"),
         ("bash examples/inference/run_text_generation.sh --load-checkpoint ./checkpoints "
          "--tensor-model-parallel-size 2 --pipeline-parallel-size 2", "--load ./checkpoints"),
     ],

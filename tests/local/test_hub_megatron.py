@@ -33,6 +33,7 @@ from isotron.hub.megatron.args import read_config, write_args
 from isotron.hub.megatron.ask import is_megatron, scan, step_directory
 from isotron.hub.megatron.source import MegatronSource
 from isotron.hub.opened import open_model
+from tests.hf_twins import save
 
 ROOT = Path(__file__).resolve().parents[2]
 FIXTURES = ROOT / "tests" / "fixtures"
@@ -89,6 +90,52 @@ def test_written_as_megatrons_and_read_again(name: str, tmp_path: Path, capsys: 
     assert part.testzip() is None
     stored = torch.load(tmp_path / "m" / "release" / "common.pt", weights_only=False)
     assert stored["args"].num_layers == 2 and stored["iteration"] == 0
+
+
+LINE = (
+    "tools/checkpoint/convert.py --model-type GPT --loader llama_mistral --saver core "
+    "--load-dir ./huggingface_llama_8b --save-dir ./megatron_llama_8b --target-tensor-parallel-size 2 "
+    "--target-pipeline-parallel-size 2"
+)
+
+
+def test_the_line_of_megatrons_users(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    save("llama-tied", tmp_path / "huggingface_llama_8b")
+    words = [sys.executable, *f"{ROOT}/{LINE}".split()]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = tmp_path / "megatron_llama_8b"
+    assert (found / "latest_checkpointed_iteration.txt").read_text() == "release"
+    assert torch.equal(our_logits(found), our_logits(tmp_path / "huggingface_llama_8b"))
+    back = convert(found, tmp_path / "hf", "hf", run_meta)
+    assert back.family == "llama" and torch.equal(our_logits(tmp_path / "hf"), our_logits(found))
+
+
+@pytest.mark.slow
+def test_a_run_begins_with_megatrons_weights(tmp_path: Path) -> None:
+    words = [
+        "-m",
+        "isotron",
+        "train",
+        "--mock-data",
+        "--train-iters",
+        "1",
+        "--seq-length",
+        "16",
+        "--device",
+        "cpu",
+        "--tp",
+        "2",
+        "--eval-iters",
+        "0",
+    ]
+    load = ["--load", str(FIXTURES / "megatron-llama"), "--save", str(tmp_path / "run")]
+    surroundings = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, *words, *load]
+    done = subprocess.run(command, cwd=tmp_path, env=surroundings, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "begun with the weights of" in done.stdout
 
 
 MCORE = Path(os.environ.get("MEGATRON_CORE_PYTHON", "/opt/venv/mcore/bin/python"))
