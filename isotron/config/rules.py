@@ -99,6 +99,7 @@ _POSITIVE = {
     "moe_router_topk_scaling_factor": 1.0, "muon_ns_steps": 5, "muon_extra_scale_factor": 0.2,
 }  # fmt: skip
 _NOT_NEGATIVE = {
+    "vocab_extra_ids": 100,
     "mup_base_hidden_size": 256, "q_lora_rank": 0, "mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.1, "moe_ffn_hidden_size": 0, "moe_router_num_groups": 0, "moe_router_group_topk": 0, "moe_router_group_scores": 0,
     "moe_router_bias_update_rate": 0.001, "moe_aux_loss_coeff": 0.01, "moe_z_loss_coeff": 0.001,
     "moe_expert_capacity_factor": 1.25, "moe_shared_expert_intermediate_size": 0,

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 from isotron.core.errors import refuse
-from isotron.tokenizers.base import DESCRIPTOR, Tokenizer, need_file, unreadable
+from isotron.tokenizers.base import DESCRIPTOR, FileTokenizer, Tokenizer, need_file, unreadable
 from isotron.tokenizers.config import TYPES, TokenizerConfig
+from isotron.tokenizers.extra import WithExtraIds
 from isotron.tokenizers.gpt2_bpe import GPT2BPETokenizer
 from isotron.tokenizers.huggingface import HuggingFaceTokenizer
 from isotron.tokenizers.null import NullTokenizer
@@ -30,6 +32,13 @@ def build_tokenizer(config: TokenizerConfig, vocab_size: int = 0) -> Tokenizer:
     """The tokenizer that the options describe; `vocab_size` is read by the null tokenizer only."""
     if config.tokenizer_model and (Path(config.tokenizer_model).expanduser() / DESCRIPTOR).is_file():
         return _stored(config)
+    made, count = _build(config, vocab_size), config.vocab_extra_ids
+    if count < 0:
+        raise refuse(f"--vocab-extra-ids {count}", "it is a number of ids", "--vocab-extra-ids 100")
+    return WithExtraIds(cast(FileTokenizer, made), count) if count else made
+
+
+def _build(config: TokenizerConfig, vocab_size: int) -> Tokenizer:
     if config.tokenizer_type == "auto":
         config = _resolve(config)
     kind = config.tokenizer_type
@@ -54,9 +63,10 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
     path = need_file(folder / DESCRIPTOR, "tokenizer of a checkpoint")
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
-        kind, size = str(stored["type"]), int(stored["vocab_size"])
+        extra = int(stored.get("vocab_extra_ids", 0))
+        kind, size = str(stored["type"]), int(stored["vocab_size"]) - extra
         files = {option: str(folder / name) for option, name in stored["files"].items()}
-        config = TokenizerConfig(tokenizer_type=kind, **files)
+        config = TokenizerConfig(tokenizer_type=kind, vocab_extra_ids=extra, **files)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise unreadable("tokenizer of a checkpoint", path, error, "tokenizer descriptor") from error
     tokenizer = build_tokenizer(config, size)
@@ -76,7 +86,13 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
 def _stored(config: TokenizerConfig) -> Tokenizer:
     """The tokenizer of a directory that `save` wrote, refused when another type is asked for."""
     tokenizer = load_tokenizer(config.tokenizer_model)
-    kind = tokenizer.describe()["type"]
+    kind, extra = tokenizer.describe()["type"], tokenizer.describe().get("vocab_extra_ids", 0)
+    if config.vocab_extra_ids not in (0, extra):
+        raise refuse(
+            f"--vocab-extra-ids {config.vocab_extra_ids} --tokenizer-model {config.tokenizer_model}",
+            f"the tokenizer in that directory was stored with {extra}",
+            f"--vocab-extra-ids {extra}, or leave it out",
+        )
     if config.tokenizer_type not in ("auto", kind):
         raise refuse(
             f"--tokenizer-type {config.tokenizer_type} --tokenizer-model {config.tokenizer_model}",

@@ -26,3 +26,4 @@ class TokenizerConfig:
     tokenizer_model: str = option("", "tokenizer.json or its directory, a SentencePiece .model, or a .tiktoken file")
     vocab_file: str = option("", "vocab.json of a byte-level BPE, or vocab.txt of a WordPiece")
     merge_file: str = option("", "merges.txt of a byte-level BPE")
+    vocab_extra_ids: int = option(0, "sentinel ids <extra_id_0>, .. put behind the vocabulary")
