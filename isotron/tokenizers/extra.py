@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from itertools import groupby
-from typing import Any
+from typing import Any, cast
 
-from isotron.tokenizers.base import FileTokenizer, Flat
+from isotron.tokenizers.base import FileTokenizer, Flat, Tokenizer
 
 
 class WithExtraIds(FileTokenizer):
@@ -37,7 +37,8 @@ class WithExtraIds(FileTokenizer):
         names = {token: f"<extra_id_{number}>" for number, token in enumerate(self.extra_ids)}
         runs = groupby(ids, key=lambda token: token >= self.inner.vocab_size)
         return "".join(
-            "".join(names[token] for token in run) if extra else self.inner.decode(list(run)) for extra, run in runs
+            "".join(names[token] for token in run) if extra else cast(Tokenizer, self.inner).decode(list(run))
+            for extra, run in runs
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
