@@ -258,21 +258,26 @@ def test_any_region_can_be_read(name: str, tmp_path: Path) -> None:
 
 
 MEMORY = """
-import json, resource, sys, torch
+import sys, torch
 from pathlib import Path
 from isotron.hub.convert import convert
 from isotron.hub.live import from_hf
 from isotron.commands.convert import run_meta
 torch.ones(4, 4) @ torch.ones(4, 4)
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+def peak():  # of this program; what getrusage says includes the program that started it
+    return int(next(x for x in open("/proc/self/status") if x.startswith("VmHWM")).split()[1])
+before = peak()
 d = Path(sys.argv[1])
 convert(d / "source", d / "ours", "isotron", run_meta)
 convert(d / "ours", d / "back", "hf", run_meta)
-print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
+convert(d / "ours", d / "megatron", "megatron", run_meta, tp=2)
+convert(d / "megatron", d / "again", "isotron", run_meta)
+print((peak() - before) / 1024)
 """
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_memory_of_a_conversion(tmp_path: Path) -> None:
     """A model of about 400 MB, whose largest tensor has 33 MB."""
     from isotron.core.models.llama_config import LlamaConfig
@@ -290,7 +295,7 @@ def test_memory_of_a_conversion(tmp_path: Path) -> None:
     assert (tmp_path / "source" / "model.safetensors").stat().st_size > 380e6
     done = subprocess.run([sys.executable, "-c", MEMORY, str(tmp_path)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert float(done.stdout) < 150, done.stdout
+    assert 1 < float(done.stdout) < 150, done.stdout
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +57,6 @@ def step_directory(path: str | Path) -> Path:
     return step
 
 
-@cache
 def scan(step: Path) -> Scanned:
     """What a checkpoint holds; refuses what is damaged, or names what no checkpoint needs."""
     answer = _ask(step)
