@@ -84,11 +84,6 @@ SETS: dict[str, dict[str, Any]] = {
     "--group-query-attention": {"@grouped": True},
     "--use-rope-scaling": {"rope_scaling": "llama3", "rope_original_positions": 8192},
 }
-_BLOCK = Problem(
-    "--recompute-method block",
-    "recomputed units here are equal runs of blocks, which is Megatron's uniform method",
-    "--recompute-method uniform --recompute-num-layers N, larger N for less memory",
-)
 CHOICES: dict[str, dict[str, dict[str, Any] | Problem]] = {
     "--data-parallel-sharding-strategy": {
         "no_shard": {"zero": 0},
@@ -97,7 +92,6 @@ CHOICES: dict[str, dict[str, dict[str, Any] | Problem]] = {
         "optim_grads_params": {"zero": 3},
     },
     "--recompute-granularity": {"full": {"recompute": "full"}, "selective": {"recompute": "selective"}},
-    "--recompute-method": {"uniform": {}, "block": _BLOCK},
     "--rerun-mode": {
         "disabled": {"rerun": False},
         "validate_results": {"rerun": True},

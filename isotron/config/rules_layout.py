@@ -181,6 +181,32 @@ def _recompute_units(c: RunConfig, f: Facts) -> Problem:
     return Problem(asked(c, "recompute_num_layers", "recompute"), case, "--recompute full, or --recompute-num-layers 1")
 
 
+def _recompute_method(c: RunConfig, f: Facts) -> Problem:
+    case = "it says which blocks full recompute takes, which is not asked for"
+    return Problem(asked(c, "recompute_method", "recompute"), case, "--recompute full, or --recompute-method uniform")
+
+
+def _shares(c: RunConfig, f: Facts) -> Problem:
+    case = "it cuts the input of a unit of full recompute over tensor-parallel ranks that hold all of it"
+    given = asked(c, "distribute_saved_activations", "recompute", "tp", "sequence_parallel")
+    return Problem(given, case, "--no-distribute-saved-activations")
+
+
+MODULES = ("core_attn", "layernorm", "moe_act", "mlp")
+
+
+def _modules_broken(c: RunConfig, f: Facts) -> bool:
+    given = c.layout.recompute_modules
+    moved_here = given != ("core_attn", "layernorm", "moe_act")
+    return any(m not in MODULES for m in given) or (moved_here and c.layout.recompute != "selective")
+
+
+def _modules(c: RunConfig, f: Facts) -> Problem:
+    case = f"selective recompute takes modules out of {', '.join(MODULES)}, and it alone does"
+    fix = "--recompute selective --recompute-modules core_attn layernorm"
+    return Problem(asked(c, "recompute_modules", "recompute"), case, fix)
+
+
 def _world_broken(c: RunConfig, f: Facts) -> bool:
     return f.world_size is not None and c.layout.world != f.world_size
 
@@ -248,6 +274,12 @@ LAYOUT_RULES: tuple[Rule, ...] = (
          _stage_list_and_ends),
     Rule("first and last stage", _DEAL, lambda c, f: not _numbered(c) and not _counts(c), _ends),
     Rule("no empty stage", _DEAL, lambda c, f: not _numbered(c) and 0 in _counts(c), _empty_stage),
+    Rule("blocks of full recompute", ("recompute", "recompute_method"),
+         lambda c, f: c.layout.recompute_method == "block" and c.layout.recompute != "full", _recompute_method),
+    Rule("shares of a unit's input", ("recompute", "distribute_saved_activations", "sequence_parallel", "tp"),
+         lambda c, f: c.layout.distribute_saved_activations
+         and (c.layout.recompute != "full" or c.layout.tp == 1 or c.layout.sequence_parallel), _shares),
+    Rule("modules of selective recompute", ("recompute", "recompute_modules"), _modules_broken, _modules),
     Rule("units of full recompute", ("recompute", "recompute_num_layers"),
          lambda c, f: c.layout.recompute_num_layers > 1 and c.layout.recompute != "full", _recompute_units),
     Rule("world size", ("tp", "pp", "cp", "dp"), _world_broken, _world),

@@ -7,24 +7,27 @@ per token and bytes per element. Kernels that hold more than their inputs and ou
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from isotron.planner.experts import expert_sizes
 from isotron.planner.job import Job
 
+_NORM = ("layernorm",)
 IDS = 8  # bytes of a token id
 MASK = 1  # bytes of an element of a dropout mask
 
 
 @dataclass(frozen=True)
 class Kept:
-    """One saved tensor: name, elements per token, bytes per element; `cheap` ones are recomputed when selective."""
+    """One saved tensor: name, elements per token, bytes per element; `parts`: the modules whose selective recompute
+    spares it.
+    """
 
     name: str
     elements: float
     size: int
-    cheap: bool = False
+    parts: tuple[str, ...] = ()
 
     @property
     def bytes(self) -> float:
@@ -79,29 +82,33 @@ def block(job: Job, mode: str) -> list[Kept]:
     z, e = sizes(job), job.element
     x = Kept("block input", z.d, e)
     if mode == "full":
-        return [x]
-    norm = [Kept("norm output", z.d, e, True), _statistics(z, job)]
+        return [replace(x, elements=x.elements / job.layout.tp)] if job.layout.distribute_saved_activations else [x]
+    modules = job.layout.recompute_modules if mode == "selective" else ()
+    norm = [Kept("norm output", z.d, e, _NORM), _statistics(z, job)]
     hidden = [Kept("dropout mask", z.d, MASK)] if job.config.dropout[0] > 0 else []
     up = Kept("MLP up", (2 if z.gated else 1) * z.f, e)
-    mlp = [*norm, up, Kept("activation output", z.f, e, True), *hidden]
+    inside = [*norm, up, Kept("activation output", z.f, e, ("moe_act",))]
+    mlp = [*(replace(t, parts=(*t.parts, "mlp")) for t in inside), *hidden]
     middle = [] if z.parallel else [Kept("residual", z.d, e)]
-    kept = [x, *norm, *_attention(job, z, mode), *hidden, *middle, *mlp]
-    return [t for t in kept if not (t.cheap and mode == "selective")]
+    kept = [x, *norm, *_attention(job, z, "core_attn" in modules), *hidden, *middle, *mlp]
+    return [t for t in kept if not set(modules) & set(t.parts)]
 
 
 def _statistics(z: Sizes, job: Job) -> Kept:
     # float32 for RMSNorm; the mean and deviation of torch's LayerNorm have the dtype of its input on the CPU
-    return Kept("norm statistics", 2, job.element, True) if z.layer_norm else Kept("norm statistics", 1, job.wide, True)
+    return (
+        Kept("norm statistics", 2, job.element, _NORM) if z.layer_norm else Kept("norm statistics", 1, job.wide, _NORM)
+    )
 
 
-def _attention(job: Job, z: Sizes, mode: str) -> list[Kept]:
+def _attention(job: Job, z: Sizes, again: bool) -> list[Kept]:
     """Projections and the core: a fused kernel without dropout, explicit probabilities with it."""
     e, wide, out = job.element, job.wide, Kept("attention output", z.h * z.n, job.element)
     qkv = Kept("q, k, v", (z.h + 2 * z.k) * z.n, e)
     turned = Kept("rotated q, k", (z.h + z.k) * z.n, e)
     norms = [Kept("q, k norm statistics", z.h + z.k, wide)] if z.qk_norm else []
     explicit = job.config.dropout[1] > 0
-    if not explicit or mode == "selective":
+    if not explicit or again:
         fused = [] if explicit else [Kept("log-sum-exp", z.h, wide)]
         return [qkv, *norms, *([turned] if z.rotary or z.qk_norm else []), *fused, out]
     keys = job.seq
@@ -149,9 +156,14 @@ def block_bytes(job: Job, mode: str | None = None) -> float:
 def stage_bytes(job: Job, blocks: int, first: bool, last: bool, mode: str | None = None) -> float:
     """Bytes that a stage keeps of one microbatch."""
     mode = job.layout.recompute if mode is None else mode
-    units = -(-blocks // job.layout.recompute_num_layers) if mode == "full" else blocks
+    n, method = job.layout.recompute_num_layers, job.layout.recompute_method
+    units = -(-blocks // n) if mode == "full" else blocks
     own = sum(t.bytes for t in block(job, mode)) * units
-    return (own + sum(t.bytes for t in ends(job, first, last, mode == "full"))) * job.tokens
+    everything = mode == "full" and (method == "uniform" or n >= blocks)
+    if mode == "full" and method == "block":
+        few = min(n, blocks)
+        own = sum(t.bytes for t in block(job, "full")) * few + sum(t.bytes for t in block(job, "none")) * (blocks - few)
+    return (own + sum(t.bytes for t in ends(job, first, last, everything))) * job.tokens
 
 
 def describe(config: Any, job: Job) -> dict[str, float]:

@@ -111,7 +111,6 @@ def test_tables_do_not_overlap():
 @pytest.mark.parametrize(
     ("line", "parts"),
     [
-        ("--recompute-method block", ["--recompute-method uniform"]),
         ("--recompute-granularity most", ["full, selective", "--recompute-granularity full"]),
         ("--dataloader-type cyclic", ["--dataloader-type single"]),
         ("--zero-stage 4", ["4 is not one of -1, 0, 1, 2, 3"]),

@@ -79,7 +79,7 @@ class Causal(nn.Module):
         return flash or Explicit(scale)
 
     def chosen(self, dtype: torch.dtype, device: torch.device, head_size: int) -> str:
-        """What computes attention in training, for a log: the back end that was asked for and the kernel it comes to."""
+        """What computes attention in training, for a log: the back end asked for and the kernel it comes to."""
         q = torch.empty(1, 1, 1, head_size, dtype=dtype, device=device)
         drops = self.dropout.p > 0 or self.backend == "unfused"
         kernel = None if drops else flash_for(q, 1.0)

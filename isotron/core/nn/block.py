@@ -5,8 +5,11 @@ Legend: B batch, S sequence, D hidden. Families choose the norm, the attention a
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch.nn as nn
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from isotron.core.nn.attention import Attention
 from isotron.core.nn.context import Context
@@ -14,8 +17,8 @@ from isotron.core.nn.dropout import Dropout
 
 
 class PreNormBlock(nn.Module):
-    """`recompute` keeps the norms' and the activation's inputs only and computes their results again in the
-    backward.
+    """`recompute` keeps the inputs of norms only and computes their results again in the backward, `recompute_mlp`
+    the input of the whole MLP.
     """
 
     def __init__(
@@ -25,21 +28,34 @@ class PreNormBlock(nn.Module):
         self.attention_norm, self.attention, self.mlp_norm, self.mlp = norms[0], attention, norms[1], mlp
         self.attention_dropout = Dropout(dropout, f"{name}.attention")
         self.mlp_dropout = Dropout(dropout, f"{name}.mlp")
-        self.recompute = False
+        self.recompute = self.recompute_mlp = False
 
-    def set_recompute(self, on: bool) -> None:
-        """Selective recompute of this block's norms, activation and attention probabilities."""
-        for part in (self, self.mlp, self.attention.core):
-            part.recompute = on  # type: ignore[assignment]
+    def set_recompute(self, modules: Collection[str]) -> None:
+        """Selective recompute: layernorm, moe_act (the activation), core_attn (probabilities), mlp (all of it)."""
+        self.recompute, self.recompute_mlp = "layernorm" in modules, "mlp" in modules
+        self.mlp.recompute = "moe_act" in modules  # type: ignore[assignment]
+        self.attention.core.recompute = "core_attn" in modules
+
+    def _mlp(self, x_BSD: Tensor, *context: Context) -> Tensor:
+        """The MLP with its norm; `context` for one that sees the batch."""
+        if self.recompute_mlp:
+            return checkpoint(self._mlp_of, x_BSD, *context, use_reentrant=False, preserve_rng_state=False)
+        return self.mlp(x_BSD, *context, self.mlp_norm) if self.recompute else self._mlp_of(x_BSD, *context)
+
+    def _mlp_of(self, x_BSD: Tensor, *context: Context) -> Tensor:
+        return self.mlp(self.mlp_norm(x_BSD), *context)
 
     def forward(self, x_BSD: Tensor, ctx: Context) -> Tensor:
         """x_BSD."""
         ids = ctx.batch.sample_ids
+        x = x_BSD + self.attention_dropout(self._attend(x_BSD, ctx), ids)
+        return x + self.mlp_dropout(self._mlp(x), ids)
+
+    def _attend(self, x_BSD: Tensor, ctx: Context) -> Tensor:
+        """Attention with its norm."""
         if self.recompute:
-            x = x_BSD + self.attention_dropout(self.attention(x_BSD, ctx, self.attention_norm), ids)
-            return x + self.mlp_dropout(self.mlp(x, self.mlp_norm), ids)
-        x = x_BSD + self.attention_dropout(self.attention(self.attention_norm(x_BSD), ctx), ids)
-        return x + self.mlp_dropout(self.mlp(self.mlp_norm(x)), ids)
+            return self.attention(x_BSD, ctx, self.attention_norm)
+        return self.attention(self.attention_norm(x_BSD), ctx)
 
 
 class ParallelBlock(PreNormBlock):
@@ -48,10 +64,7 @@ class ParallelBlock(PreNormBlock):
     def forward(self, x_BSD: Tensor, ctx: Context) -> Tensor:
         """x_BSD."""
         ids = ctx.batch.sample_ids
-        if self.recompute:
-            a, m = self.attention(x_BSD, ctx, self.attention_norm), self.mlp(x_BSD, self.mlp_norm)
-        else:
-            a, m = self.attention(self.attention_norm(x_BSD), ctx), self.mlp(self.mlp_norm(x_BSD))
+        a, m = self._attend(x_BSD, ctx), self._mlp(x_BSD)
         return x_BSD + self.attention_dropout(a, ids) + self.mlp_dropout(m, ids)
 
 
@@ -61,8 +74,7 @@ class ExpertBlock(PreNormBlock):
     def forward(self, x_BSD: Tensor, ctx: Context) -> Tensor:
         """x_BSD."""
         ids = ctx.batch.sample_ids
-        if self.recompute:
-            x = x_BSD + self.attention_dropout(self.attention(x_BSD, ctx, self.attention_norm), ids)
-        else:
-            x = x_BSD + self.attention_dropout(self.attention(self.attention_norm(x_BSD), ctx), ids)
+        x = x_BSD + self.attention_dropout(self._attend(x_BSD, ctx), ids)
+        if self.recompute_mlp:
+            return x + self.mlp_dropout(self._mlp(x, ctx), ids)
         return x + self.mlp_dropout(self.mlp(x, ctx, self.mlp_norm), ids)

@@ -10,6 +10,7 @@ tensors.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Protocol
 
@@ -49,8 +50,9 @@ class Around(Protocol):
 class Decoder(nn.Module):
     """Blocks with what stands before and after them on this stage.
 
-    `recompute`: "none", "selective" (blocks decide) or "full" (units of `recompute_layers` blocks keep their input
-    only). Socket `around`: brings weights that are not kept here, unit by unit.
+    `recompute`: "none", "selective" (blocks decide) or "full": units of `recompute_layers` blocks keep their input only,
+    or, by the method "block", the first `recompute_layers` blocks do. Socket `keeping`: a context in which a unit's
+    input is kept. Socket `around`: brings weights that are not kept here, unit by unit.
     """
 
     embed: nn.Module
@@ -73,7 +75,8 @@ class Decoder(nn.Module):
             self.add_module(name, module)
         self.layers = nn.ModuleDict({str(i): b for i, b in blocks.items()})
         self._context = context
-        self.recompute, self.recompute_layers = "none", 1
+        self.recompute, self.recompute_layers, self.recompute_method = "none", 1, "uniform"
+        self.keeping: Callable[[], AbstractContextManager[Any]] = nullcontext
         self.sequence_weight = 0.0  # with which a term counted over sequences enters the loss
         self.around: Around | None = None
 
@@ -106,10 +109,13 @@ class Decoder(nn.Module):
         blocks = list(self.layers.items())
         if self.recompute != "full" or not self.training:
             return self._chain(x, blocks, ctx)
-        for i in range(0, len(blocks), self.recompute_layers):
-            unit = blocks[i : i + self.recompute_layers]
-            x = checkpoint(self._chain, x, unit, ctx, use_reentrant=False, preserve_rng_state=False)
-        return x
+        few = self.recompute_method == "block"
+        size, stop = (1, min(self.recompute_layers, len(blocks))) if few else (self.recompute_layers, len(blocks))
+        for i in range(0, stop, size):
+            with self.keeping():
+                unit = blocks[i : i + size]
+                x = checkpoint(self._chain, x, unit, ctx, use_reentrant=False, preserve_rng_state=False)
+        return self._chain(x, blocks[stop:], ctx)
 
     def _chain(self, x: Tensor, blocks: list[tuple[str, nn.Module]], ctx: Context) -> Tensor:
         for number, block in blocks:

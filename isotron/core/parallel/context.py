@@ -57,10 +57,12 @@ def fill_context(module: Decoder, layout: Layout, mesh: Mesh) -> None:
         for layer in list(block.modules()):
             plain = getattr(layer, "core", None)
             if isinstance(plain, Causal):
-                layer.core = _core(plain, kind, layout, mesh, group, tp)
+                layer.core = context_core(plain, kind, layout, mesh)
 
 
-def _core(plain: Causal, kind: str, layout: Layout, mesh: Mesh, group: Group, tp: Group) -> nn.Module:
+def context_core(plain: Causal, kind: str, layout: Layout, mesh: Mesh) -> nn.Module:
+    """The core of a layer of type `kind`."""
+    group, tp = mesh.group("cp"), mesh.group("tp")
     if kind in ("p2p", "allgather"):
         return Ring(plain, group, [[i] for i in range(group.size)], gather=kind == "allgather")
     size = group.size if kind == "a2a" else layout.hierarchical_cp_sizes[0]

@@ -95,7 +95,21 @@ class Layout:
         "computed again in the backward: none, selective (norms, activations, probabilities), full (whole blocks)",
         choices=("none", "selective", "full"),
     )
-    recompute_num_layers: int = option(1, "blocks per recomputed unit under recompute = full")
+    recompute_method: str = option(
+        "uniform",
+        "under recompute = full: uniform (units of recompute_num_layers blocks keep their input) or block (the first "
+        "recompute_num_layers blocks of a stage are recomputed, the others keep everything)",
+        choices=("uniform", "block"),
+    )
+    recompute_num_layers: int = option(1, "blocks per recomputed unit under recompute = full, or recomputed blocks")
+    recompute_modules: tuple[str, ...] = option(
+        ("core_attn", "layernorm", "moe_act"),
+        "what recompute = selective computes again: core_attn (explicit probabilities), layernorm (norms), moe_act "
+        "(activations of MLPs and experts), mlp (whole MLPs and experts)",
+    )
+    distribute_saved_activations: bool = option(
+        False, "under recompute = full, each tensor-parallel rank keeps its share of a unit's input"
+    )
     recompute_keep: int = option(
         0, "microbatches in flight per stage that keep everything under recompute = full", unit="microbatches"
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -27,6 +28,7 @@ from isotron.core.parallel.buckets import DENSE, is_frozen, partial_pieces, part
 from isotron.core.parallel.context import fill_context
 from isotron.core.parallel.data import Flat, Partial
 from isotron.core.parallel.expert import fill_experts
+from isotron.core.parallel.keep import shared_inputs
 from isotron.core.parallel.plan import Layout
 from isotron.core.parallel.shards import Sharding, sharing
 from isotron.core.parallel.tensor import fill_sockets
@@ -106,7 +108,7 @@ def build_stage(
     fill_sockets(module, {**placed, **_aliases(known, tied)}, mesh.group("tp"), layout.sequence_parallel)
     fill_context(module, layout, mesh)
     fill_experts(module, layout, mesh)
-    _set_policies(module, layout, seed)
+    _set_policies(module, layout, seed, mesh.group("tp"))
     tie = _tie(placed, tied, first, last, layout, mesh)
     partial = Partial(
         partial_pieces(placed, partial_rule(layout.sequence_parallel)), lambda replicas: mesh.subgroup("tp", replicas)
@@ -199,15 +201,19 @@ def _check_shape(name: str, p: Tensor, placed: Placed, padded: int) -> None:
         raise ValueError(f"parameter {name} has shape {tuple(p.shape)}, its layout table says {want}")
 
 
-def _set_policies(module: Decoder, layout: Layout, seed: int) -> None:
+def _set_policies(module: Decoder, layout: Layout, seed: int, tp: Group) -> None:
     module.recompute, module.recompute_layers = layout.recompute, layout.recompute_num_layers
+    module.recompute_method = layout.recompute_method
+    if layout.distribute_saved_activations:
+        module.keeping = partial(shared_inputs, tp)
+    selective = layout.recompute_modules if layout.recompute == "selective" else ()
     for layer in module.modules():
         if isinstance(layer, (Dropout, Router)):
             layer.seed = seed
         if isinstance(layer, Causal):
             layer.backend = layout.attention_backend
         if isinstance(layer, PreNormBlock):
-            layer.set_recompute(layout.recompute == "selective")
+            layer.set_recompute(selective)
 
 
 def _tie(

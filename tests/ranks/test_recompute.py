@@ -1,0 +1,82 @@
+"""Modes of activation memory: the same numbers as one process that keeps everything, and fewer bytes, as planned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from isotron.core.mesh import Mesh
+from isotron.core.models.gpt_config import GPTConfig
+from isotron.core.models.llama_config import LlamaConfig
+from isotron.core.parallel.keep import shared_inputs
+from isotron.core.parallel.plan import Layout
+from isotron.planner.activations import stage_bytes
+from isotron.train.verify import Case, measure
+from tests.matrix import faults, reference_of
+from tests.ranks.test_planner_activations import check, job_of, saved
+
+MODES: dict[str, dict[str, Any]] = {
+    "block": {"recompute": "full", "recompute_method": "block", "recompute_num_layers": 2},
+    "mlp": {"recompute": "selective", "recompute_modules": ("mlp",)},
+    "mlp and norms": {"recompute": "selective", "recompute_modules": ("mlp", "layernorm")},
+    "norms": {"recompute": "selective", "recompute_modules": ("layernorm",)},
+    "probabilities": {"recompute": "selective", "recompute_modules": ("core_attn",)},
+    "shares": {"recompute": "full", "distribute_saved_activations": True, "tp": 2},
+    "shares of several blocks": {
+        "recompute": "full", "distribute_saved_activations": True, "tp": 2, "recompute_num_layers": 2,
+    },
+}  # fmt: skip
+GPT = GPTConfig(3, 32, 4, vocab_size=131, max_position_embeddings=16)
+LLAMA = LlamaConfig(3, 32, 4, 2, 16, 48, 131, 16)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_same_numbers(ranks: Callable[..., list[Any]], mode: str) -> None:
+    layout = Layout(**{"dp": 1, "make_vocab_size_divisible_by": 8, **MODES[mode]})
+    case = Case(LLAMA if mode == "shares" else GPT, layout, 16, 2, 4, steps=2)
+    assert not faults(ranks(layout.world, measure, case)[0], reference_of(case))
+
+
+@pytest.mark.parametrize("name", ["llama-tiny", "gpt-tiny"])
+@pytest.mark.parametrize("mode", MODES)
+def test_the_planned_bytes(ranks: Callable[..., list[Any]], name: str, mode: str) -> None:
+    layout = Layout(**{"dp": 1, "make_vocab_size_divisible_by": 1, **MODES[mode]})
+    job = job_of(name, layout, "bfloat16", 0.1 if name == "gpt-tiny" and layout.tp == 1 else 0.0)
+    units = job.config.num_layers // layout.recompute_num_layers
+    # shares are packed before the measurement sees them
+    shares = units * job.tokens * job.config.hidden_size * 2 / layout.tp if layout.distribute_saved_activations else 0
+    for found in ranks(layout.world, saved, job):
+        check(job, [(stage, measured + shares) for stage, measured in found])
+
+
+def shares_of(elements: int) -> list[int]:
+    """Elements that this rank keeps of a tensor, and whether it comes back whole."""
+    group = Mesh(dist.get_rank(), tp=dist.get_world_size()).group("tp")
+    x = torch.arange(float(elements)).view(-1, 1).requires_grad_()
+    with shared_inputs(group):
+        y = x.exp()
+    kept = y.grad_fn._raw_saved_result.data[0].numel()  # type: ignore[union-attr]
+    (dx,) = torch.autograd.grad(y.sum(), x)
+    return [kept, int(torch.equal(dx, y))]
+
+
+def test_a_rank_keeps_its_share(ranks: Callable[..., list[Any]]) -> None:
+    assert ranks(2, shares_of, 7) == [[4, 1], [4, 1]]
+
+
+def test_each_mode_keeps_less_than_the_one_before() -> None:
+    """A GPT-3-shaped layer with unfused attention: selective spares at least 70 % of it, full at least half of that."""
+    config = GPTConfig(1, 12288, 96, vocab_size=51200, max_position_embeddings=2048)
+    job = replace(job_of("gpt-tiny", Layout(dp=1, tp=8, sequence_parallel=True), "bfloat16", 0.1),
+                  config=config, seq=2048, micro_batch=1)  # fmt: skip
+
+    def kept(**changes: Any) -> float:
+        return stage_bytes(job.with_layout(**changes), 1, False, False)
+
+    everything, selective, full = kept(recompute="none"), kept(recompute="selective"), kept(recompute="full")
+    assert selective < 0.3 * everything and full < 0.5 * selective
