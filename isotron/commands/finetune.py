@@ -101,9 +101,6 @@ def _tokenized(directory: Path, texts: Sequence[Path], found: Found, say: Callab
     from isotron.tokenizers.build import build_tokenizer
     from isotron.tokenizers.config import TokenizerConfig
 
-    if from_environment() is not None:
-        fix = f"isotron preprocess --input '{directory}/*.jsonl' --output-prefix {directory}/data before the launcher"
-        raise refuse(f"--data-path {directory} under a launcher", "every process would tokenize the same texts", fix)
     table: Mapping[str, Any] = (found.config or {}).get("tokenizer", {})
     tokenizer = build_tokenizer(TokenizerConfig(**table))
     stamps = [[f.name, f.stat().st_size, f.stat().st_mtime_ns] for f in texts]
@@ -117,6 +114,11 @@ def _tokenized(directory: Path, texts: Sequence[Path], found: Found, say: Callab
     prefix = directory / "tokenized" / name
     result = f"{prefix}_text_document"
     if not Path(result + ".idx").is_file():
+        if from_environment() is not None:
+            fix = "isotron finetune with the same options and --print-config, once, before the launcher: it tokenizes"
+            raise refuse(
+                f"--data-path {directory} under a launcher", "every process would tokenize the same texts", fix
+            )
         prefix.parent.mkdir(exist_ok=True)
         if template is not None:
             preprocess_chat(texts, result, tokenizer, template, log=say)

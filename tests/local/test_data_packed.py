@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from pathlib import Path
 
@@ -221,7 +222,9 @@ def test_skipped_samples_are_taken_by_no_step() -> None:
             list(steps(TrainConfig(global_batch_size=4, skip_samples=(bad,)), 0, 1))
 
 
-def test_finetuning_on_a_directory_of_conversations(tmp_path: Path, chat_tokenizer: Path) -> None:
+def test_finetuning_on_a_directory_of_conversations(
+    tmp_path: Path, chat_tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tmp_path / "talks"
     folder.mkdir()
     (folder / "a.jsonl").write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in TALKS * 4))
@@ -239,6 +242,14 @@ def test_finetuning_on_a_directory_of_conversations(tmp_path: Path, chat_tokeniz
         finetune._tokenized(
             folder, [folder / "a.jsonl"], Found(config={"tokenizer": {"tokenizer_model": str(DEMO)}}), quiet
         )
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    (folder / "b.jsonl").unlink()
+    found = Found(config={"tokenizer": table})
+    assert finetune._tokenized(folder, [folder / "a.jsonl"], found, quiet) == prefix  # made before: ranks may read it
+    os.utime(folder / "a.jsonl", (1, 1))
+    with pytest.raises(Refused, match="under a launcher\\n.*\\n.*--print-config, once"):
+        finetune._tokenized(folder, [folder / "a.jsonl"], found, quiet)
     with pytest.raises(Refused, match="--load not given"):
         completed(["--data-path", str(folder)], quiet)
 
