@@ -79,8 +79,8 @@ def soak(total: int, seed: int, home: Path, kinds: tuple[str, ...] = FAULTS) -> 
     dice.shuffle(waiting)
     while True:
         reached, layout = last_step(run), dict(dice.choice(LAYOUTS))
-        if not waiting and dice.random() < 0.5:
-            waiting = list(kinds) if reached < total - REACH else []
+        if not waiting and reached < total - REACH:
+            waiting = list(kinds)
             dice.shuffle(waiting)
         fault = waiting.pop() if waiting and reached < total - 2 else ""
         code = attempt(total, run, layout, fault, reached, dice, tally, home)

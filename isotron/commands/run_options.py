@@ -13,6 +13,7 @@ from isotron.config.check import check, finish
 from isotron.config.load import LOADER_OPTIONS, RESUMED, Loaded, read
 from isotron.config.resume import Found, find_checkpoint
 from isotron.config.schema import SECTIONS, RunConfig, changed, to_dict, to_toml
+from isotron.core.checkpoint.remote import is_remote
 from isotron.core.errors import Problem, Refused
 
 JSON = {"json": Option("json", "bool", False, "print the result as JSON")}
@@ -44,6 +45,8 @@ def prepare(words: Sequence[str], extra: Mapping[str, Option], skip: Collection[
     # the run is named, not the step: should the step prove damaged, the loader looks for the one before it
     # (what lies in the cache of the hub has another path than its name)
     from_hub = {"load": found.path} if found.weights_only and found.config is not None and not found.step else {}
+    if found.path and is_remote(loaded.config.checkpoint.load):
+        from_hub = {"load": found.path}
     config = changed(loaded.config, **from_hub) if found.path else changed(loaded.config, load="")
     vocab = (
         0

@@ -6,6 +6,7 @@ A `--load` that finds nothing is refused, so that a mistyped path never trains f
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from isotron.config.foreign import begun, foreign_run
+from isotron.core.checkpoint.remote import fetch, is_remote
 from isotron.core.errors import refuse
 
 
@@ -36,6 +38,12 @@ def find_checkpoint(load: str, save: str, log: Callable[[str], None] = print) ->
     """
     if not load:
         return Found()
+    if is_remote(load):
+        fetched = fetch(load, _cache(load), log)
+        if fetched is None:
+            case = "there is no complete checkpoint at this address, and a mistyped one must not train from scratch"
+            raise refuse(f"--load {load}", case, "--load with the address of a run that has saved")
+        load = str(fetched)
     foreign = _foreign(load, save)
     if foreign is not None:
         return foreign
@@ -64,6 +72,12 @@ def find_checkpoint(load: str, save: str, log: Callable[[str], None] = print) ->
     if manifest.meta.get("weights_only"):
         return Found(str(step), begun(config), manifest.step, weights_only=True)
     return Found(str(step), config, manifest.step)
+
+
+def _cache(url: str) -> Path:
+    """Where checkpoints of an address are kept on this machine."""
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return home / "isotron" / "remote" / hashlib.sha256(url.encode()).hexdigest()[:16]
 
 
 def _foreign(load: str, save: str) -> Found | None:

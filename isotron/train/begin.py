@@ -11,7 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from isotron.core.checkpoint.format import read_manifest
-from isotron.core.checkpoint.load import Source
+from isotron.core.checkpoint.load import Loaded, Source
+from isotron.core.checkpoint.partial import Renamed, parse_renames
 from isotron.core.checkpoint.ranks import together
 from isotron.core.checkpoint.weights import load_masters, load_weights
 from isotron.core.device import dtype_of
@@ -30,20 +31,29 @@ def is_weights_only(step: Path) -> bool:
 def begin(state: TrainState, path: Path, say: Callable[[str], None]) -> None:
     """Take the weights of a foreign checkpoint or of a step; every rank calls it."""
 
-    def read() -> None:
+    wanted = state.config.checkpoint
+    table = parse_renames(wanted.rename)
+
+    def read() -> Loaded:
         if is_foreign(path):
             foreign = foreign_source(path, check_head=state.ranks.rank == 0)
-            load_weights(state.model, foreign)
+            loaded = load_weights(state.model, Renamed(foreign, table) if table else foreign, strict=wanted.strict_load)
             foreign.close()
-            return
-        source = Source(path)
+            return loaded
+        step = Source(path)
+        source = Renamed(step, table) if table else step
         masters = state.model.dtype == dtype_of("float32") and any(n.startswith("master/") for n in source.names())
-        load_weights(state.model, source)
+        loaded = load_weights(state.model, source, strict=wanted.strict_load)
         if masters:
             load_masters(state.model, source)
-        source.close()
+        step.close()
+        return loaded
 
-    together(state.ranks, f"begin with the weights of {path}", read)
+    loaded, _ = together(state.ranks, f"begin with the weights of {path}", read)
+    if loaded.missing:
+        say(f"isotron: not in {path}, as they were initialised: {', '.join(loaded.missing)}")
+    if loaded.unexpected:
+        say(f"isotron: in {path} and not in the model: {', '.join(loaded.unexpected)}")
     state.optimizer = make_optimizer(state.model, state.config.optim)  # its masters are the weights just read
     say(f"isotron: begun with the weights of {path}")
 

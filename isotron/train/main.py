@@ -218,6 +218,7 @@ def resume(state: TrainState, say: Callable[[str], None]) -> Path | None:
     if found is not None and (wanted.finetune or is_weights_only(found)):
         begin(state, found, say)
     elif found is not None:
+        whole(state)
         load_state(state, found)
         say(f"isotron: resumed from {found} at step {state.step}, {state.consumed_samples} samples consumed")
     elif wanted.save and Path(wanted.load).resolve() == Path(wanted.save).resolve():
@@ -229,6 +230,15 @@ def resume(state: TrainState, say: Callable[[str], None]) -> Path | None:
             "the directory of a run that has saved, or leave --load out to start a new run",
         )
     return found
+
+
+def whole(state: TrainState) -> None:
+    """Refuse options of a partial load for a run that is resumed with its optimizer state."""
+    wanted = state.config.checkpoint
+    if wanted.rename or not wanted.strict_load:
+        asked = f"--rename {' '.join(wanted.rename)}" if wanted.rename else "--no-strict-load"
+        case = "a run is resumed whole, with the optimizer state of every weight"
+        raise refuse(f"{asked} --load {wanted.load}", case, "--finetune, to take the weights alone")
 
 
 def needed_samples(state: TrainState) -> int:

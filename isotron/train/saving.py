@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from isotron.core.checkpoint.background import BackgroundSaver
+from isotron.core.checkpoint.remote import push
 from isotron.core.errors import Refused
 from isotron.train.faults import Watchdog
 from isotron.train.metrics import Metrics
@@ -37,6 +39,7 @@ class Saves:
     step: int = -1
     next_loss: NextLoss = field(default_factory=lambda: NextLoss(False))
     before_write: Callable[[int], None] = lambda step: None
+    _copying: Future[str] | None = None
 
     @property
     def current(self) -> bool:
@@ -63,6 +66,7 @@ class Saves:
             self._failed(refusal)  # written again now, and if that fails too the run has failed
         if not self.current:
             self._write()
+        self._end_copy()
 
     def wait_staged(self) -> None:
         """Return when a save in the background has read weights and optimizer state."""
@@ -109,8 +113,30 @@ class Saves:
     def _say_saved(self, step: int, path: Path | None) -> None:
         if path is not None:
             self.next_loss.saved(step, path)
+            self._copy_away(path)
         self.metrics.event("saved", step=step, path=str(path))
         self.metrics.say(f"isotron: saved {path}")
+
+    def _copy_away(self, path: Path) -> None:
+        """Begin to copy the checkpoint to remote storage, on the first rank, one at a time."""
+        given = self.state.config.checkpoint
+        if given.remote_save and self.state.ranks.rank == 0:
+            self._end_copy()
+            once = ThreadPoolExecutor(1, "isotron-copy")
+            self._copying = once.submit(push, path, given.remote_save, given.keep_last, given.keep_every)
+            once.shutdown(wait=False)
+
+    def _end_copy(self) -> None:
+        """Wait for a copy; the local checkpoint counts, so one that failed is reported and no more."""
+        if self._copying is None:
+            return
+        try:
+            with self.watchdog.phase("copy to remote storage"):
+                self.metrics.event("copied", path=self._copying.result())
+        except OSError as error:
+            self.metrics.event("copy_failed", why=str(error))
+            self.metrics.say(f"isotron: a checkpoint could not be copied to remote storage: {error}")
+        self._copying = None
 
     @contextlib.contextmanager
     def _tolerated(self) -> Iterator[None]:

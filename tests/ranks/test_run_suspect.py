@@ -81,3 +81,21 @@ def test_the_first_loss_after_a_resume_is_compared(ranks: Any, tmp_path: Path) -
     with pytest.raises(Refused, match="step 2 gives the loss"):
         ranks(2, runs.train, wrong, f"{home}/c")
     assert ranks(2, runs.train, runs.changed(wrong, resume_check=False), f"{home}/c") == [0, 0]
+
+
+def test_weights_of_another_model_come_under_new_names(ranks: Any, tmp_path: Path) -> None:
+    """Fewer layers, one of them renamed: what is missing is named and stays as it was drawn; strict refuses it all."""
+    home, there = str(tmp_path / "a"), str(tmp_path / "b")
+    cfg = runs.config("llama", dp=2, train_iters=1, save=home)
+    assert ranks(2, runs.train, cfg, home) == [0, 0]
+    part = runs.changed(cfg, load=home, save=there, finetune=True, rename=("layers.0.*=layers.2.*", "layers.2.*=old.*"))
+    with pytest.raises(Refused) as caught:
+        ranks(2, runs.train, part, there)
+    said = str(caught.value)
+    assert (
+        "layers.0.norm_attention" in said or "layers.0." in said and "old." in said and len(caught.value.problems) == 2
+    )
+    (code, heard), _ = ranks(2, runs.train_heard, runs.changed(part, strict_load=False), there)
+    assert code == 0 and "as they were initialised: layers.0." in heard and "not in the model: old." in heard
+    with pytest.raises(Refused, match="resumed whole"):
+        ranks(2, runs.train, runs.changed(part, finetune=False, train_iters=2), there)

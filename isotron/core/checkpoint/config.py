@@ -23,6 +23,15 @@ class CheckpointConfig:
         "when a checkpoint cannot be written (a full disk): stop the run, or continue it and try at the next interval",
         choices=("stop", "continue"),
     )
+    remote_save: str = option(
+        "", "also copy each checkpoint, once it is complete, to this address (s3://.., gs://.., any that fsspec opens)"
+    )
+    rename: tuple[str, ...] = option(
+        (), "when only weights are taken: OLD=NEW names of tensors in load and in the model, one * on both sides"
+    )
+    strict_load: bool = option(
+        True, "when only weights are taken: refuse tensors that are missing or have no place, instead of naming them"
+    )
     keep_last: int = option(0, "complete checkpoints to keep; 0 means all")
     keep_every: int = option(
         0, "beside keep_last, keep checkpoints of steps that are a multiple of this; 0 means none", unit="steps"

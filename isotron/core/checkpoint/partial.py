@@ -33,7 +33,12 @@ def parse_renames(words: Sequence[str]) -> list[Rename]:
 
 
 def renamed(name: str, table: Iterable[Rename]) -> str:
-    """The model's name for a checkpoint's name."""
+    """The model's name for a checkpoint's name; optimizer state (`master/NAME`) follows its parameter."""
+    kind, slash, name = name.rpartition("/")
+    return kind + slash + _plain(name, table)
+
+
+def _plain(name: str, table: Iterable[Rename]) -> str:
     for old, new in table:
         head, star, tail = old.partition("*")
         if not star and name == old:

@@ -8,7 +8,7 @@ from importlib import import_module
 
 import torch
 
-from isotron.core.checkpoint.load import TensorSource, Wanted, load_tensors
+from isotron.core.checkpoint.load import Loaded, TensorSource, Wanted, load_tensors
 from isotron.core.layout import Box, Table, whole
 from isotron.core.parallel.model import ParallelModel
 
@@ -20,18 +20,19 @@ def is_optimizer_state(name: str) -> bool:
     return name.startswith(OPTIMIZER)
 
 
-def load_weights(model: ParallelModel, source: TensorSource, prefix: str = "") -> None:
+def load_weights(model: ParallelModel, source: TensorSource, prefix: str = "", strict: bool = True) -> Loaded:
     """Fill every parameter of this rank's stages, replicas and the second owner of a tie included.
 
     Floating-point dtypes are converted to the model's. Names and shapes are compared for the whole model on every
     rank, so what is missing, unexpected or of another shape is refused on all of them alike, before any copy.
-    `prefix`: "master/" reads the float32 masters as weights; tensors without the prefix are then left alone.
+    `prefix`: "master/" reads the float32 masters as weights; tensors without the prefix are then left alone. Not
+    `strict`: what is missing keeps its values, and is returned with what has no place.
     """
     model.wait_weights()
     buffers = {name for stage in model.stages.values() for name in stage.buffers} if prefix else ()
     wanted = [replace(w, name=prefix + w.name) for w in weights_wanted(model) if w.name not in buffers]
     others = is_optimizer_state if not prefix else lambda name: not name.startswith(prefix)
-    load_tensors(source, wanted, ignore=others)
+    return load_tensors(source, wanted, strict, others)
 
 
 def load_masters(model: ParallelModel, source: TensorSource) -> None:

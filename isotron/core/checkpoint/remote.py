@@ -1,0 +1,115 @@
+"""Checkpoints on storage that is no file system: copied there when complete, fetched before a run begins. PURE.
+
+Any address that fsspec understands: `s3://bucket/run`, `gs://..`, `memory://run`; each needs its own package. There the
+order is the same as on a disk: data files first, then the manifest, and the pointer last, so a step without a manifest
+is not complete and is never taken. What was fetched is verified by its hashes before it gets its name.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from isotron.core.checkpoint.format import MANIFEST, read_manifest
+from isotron.core.checkpoint.locate import LATEST, STEP, verify_files
+from isotron.core.errors import Problem, Refused, refuse
+
+
+def is_remote(path: str) -> bool:
+    """Whether this is an address rather than a path."""
+    return "://" in path
+
+
+def _opened(url: str) -> tuple[Any, str]:
+    """The file system of an address, and the path in it."""
+    try:
+        import fsspec
+
+        system, root = fsspec.core.url_to_fs(url, use_listings_cache=False)
+    except (ImportError, ValueError) as error:
+        fix = "a local path, or the package that the message names (for s3: pip install s3fs)"
+        raise refuse(f"checkpoints at {url}", f"this address cannot be opened: {error}", fix) from error
+    return system, str(root).rstrip("/")
+
+
+def push(step_dir: Path, url: str, keep_last: int = 0, keep_every: int = 0) -> str:
+    """Copy a complete step to `url`, point `latest` at it, and prune there as on the disk; its address.
+
+    Raises OSError where the storage fails; what was there before stays.
+    """
+    system, root = _opened(url)
+    target = f"{root}/{step_dir.name}"
+    if system.exists(target):
+        system.rm(target, recursive=True)
+    for name in [*sorted(read_manifest(step_dir).files), MANIFEST]:
+        file = step_dir / name
+        system.makedirs(f"{target}/{name}".rpartition("/")[0], exist_ok=True)
+        system.put_file(str(file), f"{target}/{name}")
+        size = system.info(f"{target}/{name}")["size"]
+        if size != file.stat().st_size:
+            raise OSError(f"{target}/{name} has {size} bytes after the copy, {file.stat().st_size} were sent")
+    system.pipe_file(f"{root}/{LATEST}", f"{step_dir.name}\n".encode())
+    others = [n for n in _complete(system, root) if n != step_dir.name]
+    for name in others[max(0, keep_last - 1) :] if keep_last else []:
+        if not keep_every or int(name[5:]) % keep_every:
+            system.rm(f"{root}/{name}/{MANIFEST}")  # first: a half-removed step is not complete
+            system.rm(f"{root}/{name}", recursive=True)
+    return target
+
+
+def fetch(url: str, cache: Path, log: Callable[[str], None]) -> Path | None:
+    """Copy the newest whole step of the run at `url` (or the step that it names) into `cache`; None if there is none.
+
+    A damaged step is passed over for the one before it, and `log` hears of it; refused when all are damaged.
+    """
+    system, root = _opened(url)
+    last = root.rpartition("/")[2]
+    damage: list[Problem] = []
+    named = [last] if STEP.fullmatch(last) else []
+    for name in named or list(_complete(system, root)):
+        home = root.rpartition("/")[0] if named else root
+        try:
+            return _fetched(system, f"{home}/{name}", cache / name)
+        except (Refused, OSError) as error:
+            problems = error.problems if isinstance(error, Refused) else (_failed(url, error),)
+            damage += problems
+            log(f"checkpoint {url}/{name} is not whole, looking for another: {problems[0].case}")
+    if damage:
+        raise Refused(damage)
+    return None
+
+
+def _failed(url: str, error: OSError) -> Problem:
+    return Problem(f"fetch a checkpoint from {url}", f"the storage says: {error}", "try again, or load a local copy")
+
+
+def _complete(system: Any, root: str) -> Iterator[str]:
+    """Names of the steps with a manifest, newest first."""
+    if system.exists(root):
+        names = {str(entry).rstrip("/").rpartition("/")[2] for entry in system.ls(root, detail=False)}
+        steps = sorted((n for n in names if STEP.fullmatch(n)), key=lambda n: int(n[5:]), reverse=True)
+        yield from (n for n in steps if system.exists(f"{root}/{n}/{MANIFEST}"))
+
+
+def _fetched(system: Any, source: str, target: Path) -> Path:
+    """The step in `target`, whole; what is there already is kept when it is the same checkpoint and whole."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=f"{target.name}.", dir=target.parent))
+    try:
+        system.get_file(f"{source}/{MANIFEST}", str(scratch / MANIFEST))
+        if target.is_dir() and (target / MANIFEST).read_bytes() == (scratch / MANIFEST).read_bytes():
+            verify_files(target)
+            return target
+        for name in read_manifest(scratch).files:  # checked: relative, inside the directory
+            (scratch / name).parent.mkdir(parents=True, exist_ok=True)
+            system.get_file(f"{source}/{name}", str(scratch / name))
+        verify_files(scratch)
+        shutil.rmtree(target, ignore_errors=True)
+        os.replace(scratch, target)
+        return target
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)

@@ -1,0 +1,109 @@
+"""Checkpoints on other storage: order, pruning, damage, and a run that saves there and resumes from there."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+
+from isotron import cli
+from isotron.core.checkpoint.remote import fetch, is_remote, push
+from isotron.core.errors import Refused
+from tests.local.test_checkpoint import load_all, same, save_one, values
+
+URL = "memory://bucket/run"
+
+
+@pytest.fixture
+def storage() -> Iterator[Any]:
+    system = fsspec.filesystem("memory")
+    yield system
+    if system.exists("/bucket"):
+        system.rm("/bucket", recursive=True)
+
+
+def pushed(tmp_path: Path, steps: tuple[int, ...], **keep: int) -> dict[int, Any]:
+    saved = {}
+    for step in steps:
+        saved[step] = {"w": values((8, 3), seed=step)}
+        push(save_one(tmp_path / "run", step, saved[step], extra_files={"t/x": b"y"}), URL, **keep)
+    return saved
+
+
+def test_what_is_pushed_comes_back(tmp_path: Path, storage: Any) -> None:
+    saved = pushed(tmp_path, (1, 2))
+    assert is_remote(URL) and not is_remote("runs/first")
+    found = fetch(URL, tmp_path / "cache", print)
+    assert found == tmp_path / "cache" / "step_00000002" and same(load_all(found), saved[2])
+    before = (found / "rank_00000.safetensors").stat().st_mtime_ns
+    assert fetch(URL, tmp_path / "cache", print) == found
+    assert (found / "rank_00000.safetensors").stat().st_mtime_ns == before
+    one = fetch(f"{URL}/step_00000001", tmp_path / "cache", print)
+    assert one is not None and same(load_all(one), saved[1])
+    assert sorted(p.name for p in (tmp_path / "cache").iterdir()) == ["step_00000001", "step_00000002"]
+    assert fetch("memory://bucket/none", tmp_path / "cache", print) is None
+
+
+def test_pruning_there_is_as_on_a_disk(tmp_path: Path, storage: Any) -> None:
+    pushed(tmp_path, (2, 3, 4, 5), keep_last=2, keep_every=2)
+    left = {p.rpartition("/")[2] for p in storage.ls("/bucket/run", detail=False)}
+    assert left == {"latest", "step_00000002", "step_00000004", "step_00000005"}
+    assert storage.cat_file("/bucket/run/latest") == b"step_00000005\n"
+
+
+def test_a_torn_copy_is_never_taken(tmp_path: Path, storage: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut off before the manifest, then with a flipped bit: the step before is taken, and a line says so."""
+    saved = pushed(tmp_path, (1,))
+    put, said = type(storage).put_file, list[str]()
+
+    def failing(self: Any, source: str, target: str, **rest: Any) -> None:
+        if target.endswith("manifest.json"):
+            raise OSError("the connection was lost")
+        put(self, source, target, **rest)
+
+    monkeypatch.setattr(type(storage), "put_file", failing)
+    with pytest.raises(OSError, match="connection was lost"):
+        pushed(tmp_path, (2,))
+    monkeypatch.undo()
+    found = fetch(URL, tmp_path / "cache", said.append)
+    assert found is not None and same(load_all(found), saved[1]) and not said
+    pushed(tmp_path, (3,))
+    name = "/bucket/run/step_00000003/rank_00000.safetensors"
+    data = bytearray(storage.cat_file(name))
+    data[-1] ^= 1
+    storage.pipe_file(name, bytes(data))
+    found = fetch(URL, tmp_path / "cache", said.append)
+    assert found is not None and found.name == "step_00000001" and "expected SHA-256" in said[0]
+    storage.rm("/bucket/run/step_00000001", recursive=True)
+    with pytest.raises(Refused, match="expected SHA-256"):
+        fetch(URL, tmp_path / "cache", said.append)
+
+
+def test_an_address_without_its_package_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(Refused, match="this address cannot be opened"):
+        fetch("nosuch://bucket/run", tmp_path, print)
+
+
+def test_a_run_saves_there_and_goes_on_from_there(
+    tmp_path: Path, storage: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    words = (
+        "train --mock-data --num-layers 1 --hidden-size 8 --num-attention-heads 2 --vocab-size 11 --seq-length 8 "
+        f"--device cpu --eval-iters 0 --no-tensorboard --remote-save {URL} --keep-last 1 --save-interval 1"
+    ).split()
+    assert cli.main([*words, "--train-iters", "2", "--save", str(tmp_path / "a")]) == 0
+    assert storage.cat_file("/bucket/run/latest") == b"step_00000002\n"
+    assert cli.main([*words, "--train-iters", "3", "--load", URL, "--save", str(tmp_path / "b")]) == 0
+    assert "at step 2, 2 samples consumed" in capsys.readouterr().out
+    lines = map(json.loads, (tmp_path / "b" / "metrics.jsonl").read_text().splitlines())
+    assert [r["step"] for r in lines if "loss" in r] == [3]
+    assert storage.cat_file("/bucket/run/latest") == b"step_00000003\n"
+    assert (
+        cli.main([*words, "--train-iters", "3", "--load", "memory://bucket/typo", "--save", str(tmp_path / "c")]) == 2
+    )
+    assert "must not train from scratch" in capsys.readouterr().err
