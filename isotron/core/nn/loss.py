@@ -102,20 +102,20 @@ class _LinearCrossEntropy(torch.autograd.Function):
         total = torch.zeros((), dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
         step = min(len(flat), max(16, CHUNK_BYTES // (w.element_size() * max(1, w.shape[0]))))
         buffer = torch.empty(step, real, dtype=flat.dtype, device=flat.device)
-        narrow = torch.promote_types(w.dtype, torch.float32) != w.dtype
+        # float16 has no room for small probabilities times a small weight: they are scaled before they are rounded
+        inside = w.dtype == torch.float16
         for start in range(0, len(flat), step):
             part = slice(start, start + step)
-            rows, row = flat[part], (m[part].to(total.dtype) * scale)[:, None]
+            rows, row = flat[part], m[part].to(total.dtype)[:, None]
             logits = torch.mm(rows, w[:real].t(), out=buffer[: len(rows)])
-            # 16 bits: scale before rounding, or small probabilities vanish; else scaling the narrow side is cheaper
-            losses = _loss_gradient(logits, y[part], row if narrow else None, vocab)
+            losses = _loss_gradient(logits, y[part], row * scale if inside else None, vocab)
             total += torch.where(m[part] != 0, losses * m[part], 0).sum()
             if dx is not None:
                 torch.mm(logits, w[:real], out=dx[part])
-                if not narrow:
-                    dx[part].mul_(row)
+                if not inside:
+                    dx[part].mul_(row * scale)
             if dw is not None:
-                dw.add(logits, rows if narrow else rows * row, real)
+                dw.add(logits, rows if inside else rows * row.to(rows.dtype), real, 1.0 if inside else scale)
         ctx.enter, ctx.scale, ctx.in_sink = enter, scale, sink is not None and need_w
         kept = None if dw is None or ctx.in_sink else dw.buffer
         ctx.save_for_backward(None if dx is None else dx.view_as(full), kept)
@@ -142,7 +142,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 class _Accumulator:
-    """Adds p_CV^T x_CD over the chunks into a sink, or into a tensor of its own."""
+    """Adds scale x p_CV^T x_CD over the chunks into a sink, or into a tensor of its own."""
 
     def __init__(self, w: Tensor, sink: GradSink | None) -> None:
         self.sink = sink
@@ -151,17 +151,17 @@ class _Accumulator:
         if sink is not None:
             sink.fresh = False
 
-    def add(self, p: Tensor, x: Tensor, real: int) -> None:
+    def add(self, p: Tensor, x: Tensor, real: int, scale: float) -> None:
         """`real` rows of the buffer are vocabulary, the rest padding."""
         rows = self.buffer[:real]
         if self.empty:
             self.buffer[real:].zero_()
         if rows.dtype == p.dtype:
-            torch.addmm(rows, p.t(), x, beta=0 if self.empty else 1, out=rows)
+            torch.addmm(rows, p.t(), x, beta=0 if self.empty else 1, alpha=scale, out=rows)
         elif self.empty:
-            rows.copy_(p.t() @ x)
+            torch.mul(p.t() @ x, scale, out=rows)
         else:
-            rows.add_(p.t() @ x)
+            rows.add_(p.t() @ x, alpha=scale)
         self.empty = False
 
 
