@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+
+RANKS = Path(__file__).parent / "ranks"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -14,6 +18,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not config.getoption("--slow"):
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs --slow"))
+    # tests of several processes share pools of workers and the cores: `pytest -n 2` runs them one after the other
+    for item in items:
+        if RANKS in item.path.parents:
+            item.add_marker(pytest.mark.xdist_group("ranks"))
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if on_gpu:
         import torch
