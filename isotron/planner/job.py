@@ -83,7 +83,6 @@ class Job:
     def unbuilt(self) -> tuple[str, ...]:
         """What this job needs that isotron does not have; empty for a job that can be run."""
         found = [f"expert parallelism (ep {self.ep})"] if self.ep > 1 else []
-        found += [f"ZeRO {self.layout.zero}"] if self.layout.zero > 1 else []
         reason = getattr(self.config, "unbuilt", "")
         return tuple([*found, reason] if reason else found)
 

@@ -78,6 +78,10 @@ def test_one_process_of_every_family(name: str, dtype: str) -> None:
         ("llama-tiny", "bfloat16", {"tp": 4}),  # more ranks than key/value heads
         ("gpt-tiny", "bfloat16", {"pp": 2, "dp": 2}),  # a tie over two stages
         ("gpt-tiny", "bfloat16", {"pp": 2, "dp": 2, "zero": 0}),
+        ("gpt-tiny", "bfloat16", {"pp": 2, "dp": 2, "zero": 3}),
+        ("llama-tiny", "bfloat16", {"tp": 2, "dp": 2, "zero": 3, "sequence_parallel": True}),
+        ("llama-tiny", "float32", {"dp": 4, "zero": 2, "zero_shard_size": 2}),
+        ("qwen3-tiny", "bfloat16", {"dp": 4, "zero": 3, "zero_shard_size": 2}),
         ("gpt-tiny", "float16", {"pp": 2, "dp": 2, "schedule": "zbv"}),  # both ends on one rank
         ("qwen3-tiny", "bfloat16", {"tp": 2, "dp": 2, "sequence_parallel": True}),
         ("neox-tiny", "bfloat16", {"pp": 2, "vpp": 2, "dp": 2}),

@@ -53,12 +53,18 @@ class Span:
         return self.cuts[index], self.cuts[index + 1]
 
 
+def unit_of(name: str) -> str:
+    """What is gathered with a parameter: its block (`layers.3`), or its module at the ends of the stage."""
+    first, _, rest = name.partition(".")
+    return f"{first}.{rest.partition('.')[0]}" if first == "layers" else first
+
+
 @dataclass(frozen=True)
 class Classes:
     """The rule that gives a parameter its class.
 
     by_unit: gathered block by block (ZeRO-3). split_early: tables with W actions keep gradients of matrices waiting.
-    group_of: the data-parallel group of a parameter.
+    group_of: the data-parallel group of a parameter. unit_of: what is gathered with a parameter of a local name.
     """
 
     tie: str | None = None
@@ -66,6 +72,7 @@ class Classes:
     split_early: bool = False
     frozen: tuple[str, ...] = ()
     group_of: Callable[[Placed], str] = lambda placed: DENSE
+    unit_of: Callable[[str], str] = unit_of
 
     def of(self, name: str, placed: Placed) -> Class:
         """The class of a parameter under its local name."""
@@ -74,19 +81,13 @@ class Classes:
             name == self.tie,
             self.group_of(placed),
             self.split_early and len(placed.shard.shape) < 2,
-            unit_of(name) if self.by_unit else "",
+            self.unit_of(name) if self.by_unit else "",
         )
 
 
 def is_frozen(name: str, patterns: Sequence[str]) -> bool:
     """Whether a parameter is not trained: its global name matches one of the patterns."""
     return any(fnmatchcase(name, pattern) for pattern in patterns)
-
-
-def unit_of(name: str) -> str:
-    """What is gathered with a parameter: its block (`layers.3`), or its module at the ends of the stage."""
-    first, _, rest = name.partition(".")
-    return f"{first}.{rest.partition('.')[0]}" if first == "layers" else first
 
 
 def partial_pieces(placed: Mapping[str, Placed], is_partial: IsPartial) -> list[tuple[str, Box, int]]:

@@ -1,0 +1,279 @@
+"""Sharded data parallelism for any module in a loop of one's own: `isotron.core.shard`.
+
+    sharded = shard(module, optimizer, zero=3)     # optimizer: made over module.parameters(), not used yet
+    loss = module(...); loss.backward()            # as before, each rank on its own part of the batch
+    sharded.clip_grad_norm_(1.0)
+    optimizer.step(); sharded.zero_grad()
+
+The same buffers and buckets as for our own models (`data.py`, `shards.py`), with hooks where those have sockets: before
+and after the forward of each unit, on the gradient of its output, and on every parameter's gradient. The optimizer
+steps flat parts of parameters, so its rule must work element by element (Adam, SGD, Lion; not LAMB or Muon).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch import Tensor
+
+from isotron.core import comm
+from isotron.core.errors import refuse
+from isotron.core.layout import Box, Placed, Rule
+from isotron.core.layout import shard as shard_of
+from isotron.core.mesh import Mesh
+from isotron.core.optim.clip import clip_factor, global_norm
+from isotron.core.parallel.buckets import DENSE, Classes
+from isotron.core.parallel.data import Flat, Partial, View
+from isotron.core.parallel.shards import Sharding, sharing
+from isotron.core.parallel.units import Unit, Units
+
+ROOT = ""
+
+
+def shard(
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    zero: int = 3,
+    shard_size: int = 0,
+    units: Sequence[str] = (),
+    bucket_size: int = 40_000_000,
+    overlap: bool = True,
+    reduce_dtype: torch.dtype | None = None,
+) -> Sharded:
+    """Shard a module's weights, gradients and optimizer over all ranks, in place.
+
+    zero: 0 nothing, 1 optimizer state, 2 gradients too, 3 weights too. shard_size: ranks that share a set of shards, 0
+    for all. units: names of the submodules whose weights are gathered together; without them the members of every
+    `nn.ModuleList`. The weights of the first rank are given to all. Gradients are means over ranks.
+    """
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    if zero not in (0, 1, 2, 3):
+        raise refuse(f"shard(zero={zero})", "what is sharded is 0, 1, 2 or 3", "zero=3")
+    if shard_size < 0 or world % (shard_size or world):
+        raise refuse(f"shard(shard_size={shard_size})", f"{world} ranks are cut into equal groups", "shard_size=0")
+    if any(p.is_meta for p in module.parameters()):
+        raise refuse("shard of a module on the meta device", "its weights have no values yet", "a module on the CPU")
+    if any(optimizer.state.values()):
+        raise refuse("shard with an optimizer that has stepped", "its state is of whole parameters", "a new optimizer")
+    mesh = Mesh(dist.get_rank() if world > 1 else 0, dp=world)
+    return Sharded(module, optimizer, mesh, zero, shard_size or world, tuple(units), bucket_size, overlap, reduce_dtype)
+
+
+class Sharded:
+    """A module and its optimizer, sharded; made by `shard`."""
+
+    def __init__(
+        self, module: nn.Module, optimizer: torch.optim.Optimizer, mesh: Mesh, zero: int, shard_size: int,
+        units: tuple[str, ...], bucket_size: int, overlap: bool, reduce_dtype: torch.dtype | None,
+    ) -> None:  # fmt: skip
+        self.module, self.optimizer, self.mesh = module, optimizer, mesh
+        named = dict(module.named_parameters())
+        names = units or _lists(module)
+        self._unit_of = {n: next((u for u in names if n.startswith(f"{u}.")), ROOT) for n in named}
+        dp = mesh.group("dp")
+        stage = zero if dp.size > 1 else 0
+        group = sharing(dp.ranks, mesh.rank, mesh.group_of, shard_size if stage else 1)
+        frozen = tuple(n for n, p in named.items() if not p.requires_grad)
+        classes = Classes(None, stage == 3, False, frozen, unit_of=self._unit_of.__getitem__)
+        plan = Sharding(stage, {DENSE: group}, bucket_size, classes, overlap, reduce_dtype)
+        self.flats = [self._flat(found, plan) for found in _by_dtype(named)]
+        self._steps = _into_optimizer(optimizer, named, [v for flat in self.flats for v in flat.views()])
+        self._begun = self._finished = self._called_back = False
+        for name, p in named.items():
+            if p.requires_grad:
+                p.register_post_accumulate_grad_hook(self._take_gradient(name))
+        self.units = self._hook_units(names, named, overlap) if stage == 3 else None
+        optimizer.register_step_pre_hook(lambda *_: self.finish())
+        optimizer.register_step_post_hook(lambda *_: self._stepped())
+
+    def _flat(self, named: Mapping[str, nn.Parameter], plan: Sharding) -> Flat:
+        given = {n: p.data for n, p in named.items()}
+        sizes, where = self.mesh.sizes, self.mesh.coordinate
+        rules = {n: Rule(n, tuple(p.shape) or (1,)) for n, p in named.items()}
+        placed = {n: Placed(n, r, shard_of(r, where, sizes)) for n, r in rules.items()}
+        for x in given.values():
+            comm.broadcast(x, self.mesh.group("dp"))
+
+        def fill(placed: Placed, box: Box, out: Tensor) -> None:
+            out.copy_(given[placed.name].reshape(placed.rule.shape)[box.slices()])
+
+        first = next(iter(given.values()))
+        flat = Flat(named, placed, plan, first.dtype, first.device, fill, Partial(), None)
+        for n, p in named.items():
+            p.data = p.data.view(given[n].shape) if p.data.shape != given[n].shape else p.data
+        return flat
+
+    # ---- weights come and go ---------------------------------------------------------------------------------------
+
+    def _hook_units(self, names: Sequence[str], named: Mapping[str, nn.Parameter], prefetch: bool) -> Units:
+        buckets = {}
+        for unit in (*names, ROOT):
+            own = [p for n, p in named.items() if self._unit_of[n] == unit]
+            held = (flat.bucket_of.get(id(p)) for p in own for flat in self.flats)
+            buckets[unit] = list({id(b): b for b in held if b is not None}.values())
+        units = Units(buckets, prefetch)
+        self._owed: dict[str, set[str]] = {u: set() for u in buckets}
+        self._trained = {u: {n for n, p in named.items() if self._unit_of[n] == u and p.requires_grad} for u in buckets}
+        self._mixed = {self._unit_of[n] for n, p in named.items() if not p.requires_grad}
+        for name in names:
+            layer = self.module.get_submodule(name)
+            layer.register_forward_pre_hook(lambda *_, name=name: self._enter(name))
+            layer.register_forward_hook(lambda _m, _x, y, name=name: self._leave(name, y))
+        self.module.register_forward_pre_hook(lambda *_: units.units[ROOT].open())
+        self.module.register_forward_hook(lambda *_: None if torch.is_grad_enabled() else units.settle())
+        return units
+
+    def _enter(self, name: str) -> None:
+        if self.units is not None:
+            self.units.enter(name, _NOTHING)
+
+    def _leave(self, name: str, y: Any) -> None:
+        if self.units is not None:
+            self.units.leave(name, _NOTHING)
+            unit = self.units.units[name]
+            for tensor in _tensors(y):
+                if tensor.requires_grad:
+                    tensor.register_hook(lambda _g: self._begin_backward(name, unit))
+
+    def _begin_backward(self, name: str, unit: Unit) -> None:
+        self._call_back()
+        self._owed[name] = set(self._trained[name])
+        if self.units is not None:
+            self.units.begin_backward(unit)
+
+    @contextmanager
+    def gathered(self) -> Iterator[nn.Module]:
+        """The module with all its weights at hand, for `state_dict()` and the like; changes to them are lost."""
+        buckets = [b for flat in self.flats for b in flat.buckets]
+        for bucket in buckets:
+            bucket.acquire()
+        for bucket in buckets:
+            bucket.wait_weights()
+        try:
+            yield self.module
+        finally:
+            for bucket in buckets:
+                bucket.release()
+
+    # ---- gradients -------------------------------------------------------------------------------------------------
+
+    def _take_gradient(self, name: str) -> Callable[[Tensor], None]:
+        unit = self._unit_of[name]
+
+        def take(p: Tensor) -> None:
+            if not self._begun:
+                self._begun, self._finished = True, False
+                for flat in self.flats:
+                    flat.begin()
+            self._call_back()
+            grad, p.grad = p.grad, None
+            if grad is not None:
+                sink = p.grad_sink  # type: ignore[attr-defined]
+                sink.add(grad.view(sink.buffer.shape))
+            if self.units is not None and unit != ROOT:
+                self._owed[unit].discard(name)
+                if not self._owed[unit] and unit not in self._mixed:  # a frozen weight may still be needed
+                    self.units.end_backward(self.units.units[unit])
+
+        return take
+
+    def _call_back(self) -> None:
+        """Clean up when this backward ends."""
+        if not self._called_back:
+            self._called_back = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._after_backward)
+
+    def _after_backward(self) -> None:
+        self._called_back = False
+        if self.units is not None:
+            self.units.settle()
+        for flat in self.flats:
+            for bucket in flat.buckets:
+                if bucket.is_open:
+                    flat.start_reduce()
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Gradients are complete: means over all ranks, where the optimizer finds them. `optimizer.step` calls it."""
+        if self._finished or not self._begun:
+            return
+        self._finished = True
+        for flat in self.flats:
+            flat.finish_reduce()
+        for p, view in self._steps:
+            view.grad.div_(self.mesh.size)
+            p.grad = view.grad
+
+    def clip_grad_norm_(self, limit: float) -> float:
+        """Scale all gradients so that their norm over all ranks is at most `limit`; returns the norm before."""
+        self.finish()
+        norm = global_norm([v for _, v in self._steps], self.mesh.group("dp"))
+        for _, view in self._steps:
+            view.grad.mul_(clip_factor(norm, limit))
+        return norm
+
+    @torch.no_grad()
+    def _stepped(self) -> None:
+        for p, view in self._steps:
+            if p.data_ptr() != view.weight.data_ptr():
+                view.weight.copy_(p)
+        for flat in self.flats:
+            flat.start_gather(overlap=False)
+        self.zero_grad()
+
+    def zero_grad(self) -> None:
+        """Forget gradients; a step does so too."""
+        self._begun = False
+        for p, _ in self._steps:
+            p.grad = None
+
+
+_NOTHING = torch.empty(0)
+
+
+def _lists(module: nn.Module) -> tuple[str, ...]:
+    """The members of every outermost ModuleList."""
+    found: list[str] = []
+    for name, layer in module.named_modules():
+        if isinstance(layer, nn.ModuleList) and not any(name.startswith(f"{f}.") for f in found):
+            found += [f"{name}.{i}".lstrip(".") for i in range(len(layer))]
+    return tuple(found)
+
+
+def _by_dtype(named: Mapping[str, nn.Parameter]) -> list[dict[str, nn.Parameter]]:
+    kinds = dict.fromkeys(p.dtype for p in named.values())
+    return [{n: p for n, p in named.items() if p.dtype == kind} for kind in kinds]
+
+
+def _into_optimizer(
+    optimizer: torch.optim.Optimizer, named: Mapping[str, nn.Parameter], views: Sequence[View]
+) -> list[tuple[nn.Parameter, View]]:
+    """Put this rank's parts, in float32 or wider, in the place of whole parameters; each stays in its group."""
+    parts: dict[int, list[nn.Parameter]] = {}
+    steps = []
+    for view in views:
+        part = nn.Parameter(view.weight if view.weight.dtype == view.grad.dtype else view.weight.to(view.grad.dtype))
+        parts.setdefault(id(named[view.placed.name]), []).append(part)
+        steps.append((part, replace(view)))
+    for group in optimizer.param_groups:
+        group["params"] = [part for p in group["params"] for part in parts.get(id(p), ())]
+    return steps
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Every tensor in nested tuples, lists and mappings."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for each in value.values():
+            yield from _tensors(each)
+    elif isinstance(value, (tuple, list)):
+        for each in value:
+            yield from _tensors(each)
