@@ -90,11 +90,10 @@ def _divisors(n: int, most: int) -> list[int]:
 def quick_memory(job: Job, context: float) -> float:
     """Bytes of the fullest rank from closed forms: state of the largest share, activations of the first rank."""
     held = held_elements(job)
-    stepped = held / (job.data_ranks if job.layout.shards_optimizer else 1)
+    own, zero = held / job.layout.shard_ranks, job.layout.zero_stage
     masters = job.wide if job.wide != job.element else 0
-    state = held * (job.element + job.wide) + stepped * (masters + 2 * job.wide)
-    if job.layout.zero >= 3:
-        state = held * (job.element + job.wide + masters + 2 * job.wide) / job.data_ranks
+    state = (own if zero == 3 else held) * job.element + (own if zero >= 2 else held) * job.wide
+    state += own * (masters + 2 * job.wide)
     counts = [len(r) for r in stage_layers(job.config, job.layout)]
     kept = stage_bytes(job, max(counts), True, job.layout.stages == 1) * _in_flight(job)
     rest = recompute_bytes(job) + logits_bytes(job) + communication(job) + _temporary(job)

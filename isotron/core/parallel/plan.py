@@ -35,14 +35,6 @@ class Layout:
         "what is sharded over DP: 0 nothing, 1 optimizer state, 2 gradients too, 3 weights too; -1 means 1 when dp > 1",
         choices=(-1, 0, 1, 2, 3),
     )
-    zero_shard_size: int = option(
-        0, "data-parallel ranks that share one set of shards, copied over the rest (hybrid); 0 means all", unit="ranks"
-    )
-    grad_reduce_dtype: str = option(
-        "auto",
-        "type in which gradients travel between data-parallel ranks; auto is that of their sums, float32 or wider",
-        choices=("auto", "float64", "float32", "bfloat16"),
-    )
     schedule: str = option(
         "auto",
         f"pipeline schedule: {', '.join(registry.NAMES)}, or the path of a table (.txt, .csv); auto is 1f1b, or "
@@ -117,6 +109,14 @@ class Layout:
     overlap_grad_reduce: bool = option(True, "start reducing a bucket's gradients while the backward goes on")
     overlap_param_gather: bool = option(True, "gather a bucket's weights while the next forward begins")
     ddp_bucket_size: int = option(40_000_000, "parameters per gradient bucket")
+    zero_shard_size: int = option(
+        0, "data-parallel ranks that share one set of shards, copied over the rest (hybrid); 0 means all", unit="ranks"
+    )
+    grad_reduce_dtype: str = option(
+        "auto",
+        "type in which gradients travel between data-parallel ranks; auto is that of their sums, float32 or wider",
+        choices=("auto", "float64", "float32", "bfloat16"),
+    )
 
     @property
     def stages(self) -> int:
