@@ -164,7 +164,7 @@ def _describe(config: RunConfig) -> str:
     layout = config.layout
     cp = f", cp {layout.cp} ({' '.join(layout.cp_comm_type)})" if layout.cp > 1 else ""
     axes = f"tp {layout.tp}, pp {layout.pp}{cp}, dp {layout.dp}"
-    return f"{axes}, {layout.schedule_name}, zero {int(layout.shards_optimizer)}, {config.train.dtype}"
+    return f"{axes}, {layout.schedule_name}, zero {layout.zero_stage}, {config.train.dtype}"
 
 
 def attention_kernels(model: ParallelModel) -> list[str]:

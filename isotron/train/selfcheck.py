@@ -158,7 +158,7 @@ def summarise(rows: list[Row]) -> dict[str, Row]:
 
 # option: the property that says its value with defaults filled in
 _AXES = {a: a for a in ("tp", "pp", "dp", "vpp", "sequence_parallel")}
-_AXES |= {"schedule": "schedule_name", "zero": "shards_optimizer", "recompute": "recompute"}
+_AXES |= {"schedule": "schedule_name", "zero": "zero_stage", "recompute": "recompute"}
 _SIZES = {a: a for a in ("num_layers", "hidden_size", "num_attention_heads")}
 _SIZES |= {"num_key_value_heads": "kv_heads", "head_dim": "head_size", "ffn_hidden_size": "ffn"}
 _SIZES |= {"vocab_size": "vocab_size"}
@@ -189,6 +189,6 @@ def report(config: RunConfig, case: Case, rows: list[Row], summary: dict[str, Ro
 
 def _axis(layout: Layout, name: str) -> str:
     value = getattr(layout, name)
-    if name == "shards_optimizer":  # the stage of ZeRO, with -1 (by dp) resolved
+    if name == "zero_stage":  # the stage of ZeRO, with -1 (by dp) resolved
         return str(int(value))
     return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
