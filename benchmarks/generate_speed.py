@@ -37,7 +37,7 @@ def requests(count: int, new: int) -> list[Request]:
     return [([chance.randrange(VOCAB) for _ in range(n)], m) for n, m in sizes]
 
 
-def models() -> tuple[torch.nn.Module, Engine]:
+def models(speculate: str = "none") -> tuple[torch.nn.Module, Engine]:
     """The same random weights on both sides."""
     torch.manual_seed(0)
     theirs = transformers.LlamaForCausalLM(
@@ -50,7 +50,7 @@ def models() -> tuple[torch.nn.Module, Engine]:
     config = LlamaConfig(LAYERS, HIDDEN, HEADS, HEADS, 0, FFN, VOCAB, LONGEST, norm_epsilon=1e-6)
     model = ParallelModel(config, inference_layout(Layout()), Mesh(), torch.float32, torch.device("cpu"), 1)
     load_weights(model, Weights(theirs.state_dict()))
-    return theirs, Engine(model, None, EngineConfig(rows=32))
+    return theirs, Engine(model, None, EngineConfig(rows=32, speculate=speculate))
 
 
 class Weights:
@@ -114,8 +114,9 @@ def main() -> None:
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--new", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=2, help="the faster of so many, taken in turns")
+    parser.add_argument("--speculate", choices=("none", "ngram"), default="none", help="the same tokens, guessed ahead")
     given = parser.parse_args()
-    theirs, engine = models()
+    theirs, engine = models(given.speculate)
     print(f"{LAYERS} layers, hidden {HIDDEN}, vocabulary {VOCAB}, float32, {torch.get_num_threads()} thread(s)")
     for count in given.batch:
         batch = requests(count, given.new)

@@ -10,6 +10,7 @@ from typing import Any
 from isotron.commands.generate import SHARED, TOKENIZER, model_config
 from isotron.commands.generation_options import ENGINE, engine_problems
 from isotron.commands.helptext import options_help
+from isotron.commands.run_options import JSON
 from isotron.config.argv import parse
 from isotron.config.catalogue import Option
 from isotron.core.errors import Problem, Refused
@@ -40,7 +41,7 @@ def run(words: Sequence[str]) -> int:
     """Serve as the words say; returns the exit code."""
     from isotron.launch import from_environment, run_local
 
-    options = {**OWN, **ENGINE}
+    options = {**OWN, **ENGINE, **JSON}
     parsed = parse(words, {**options, **SHARED, **TOKENIZER})
     values = {n: o.default for n, o in options.items()} | {k: g.value for k, g in parsed.given.items()}
     values["api_key"] = values["api_key"] or os.environ.get(KEY, "")
@@ -72,6 +73,10 @@ def _problems(values: dict[str, Any]) -> list[Problem]:
 
 def help_text() -> str:
     """The options of serve."""
-    groups = {"[server]": OWN.values(), "[engine]": ENGINE.values(), "[run]": SHARED.values(),
-              "[tokenizer]": TOKENIZER.values()}  # fmt: skip
+    groups = {
+        "[server]": [*OWN.values(), *JSON.values()],
+        "[engine]": ENGINE.values(),
+        "[run]": SHARED.values(),
+        "[tokenizer]": TOKENIZER.values(),
+    }
     return options_help("isotron serve --load DIR [--port 8000]", groups)

@@ -28,6 +28,8 @@ from isotron.core.nn.attention import Causal
 from isotron.core.nn.context import Context
 from isotron.inference.plan import ByPage, Pass, Span
 
+FEW = 64  # pages x heads
+
 
 class Cache:
     """Room for `pages` x `page` tokens in every attention layer of a stage; `now` is the pass that is under way."""
@@ -139,7 +141,8 @@ def page_attention(
     queries = q_EKQN.shape[2]
     if queries != mask.shape[2]:
         mask = mask[:, :, :, None].expand(-1, -1, -1, queries // mask.shape[2], -1).flatten(2, 3)
-    if q_EKQN.device.type == "cpu" and k_EKPN.shape[-1] == v_EKPN.shape[-1]:
+    many = q_EKQN.shape[0] * q_EKQN.shape[1] > FEW  # for fewer products the fused kernel's preparations cost more
+    if many and q_EKQN.device.type == "cpu" and k_EKPN.shape[-1] == v_EKPN.shape[-1]:
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q_EKQN, k_EKPN, v_EKPN, 0.0, False, attn_mask=mask, scale=scale
         )

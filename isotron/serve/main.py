@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
 import sys
 from collections.abc import Mapping
@@ -106,18 +107,21 @@ def serve(engine: Engine, step: Path, cache_tokens: int, options: Mapping[str, A
     server.worker.on_failure = give_up
     server.worker.start()
     try:
-        asyncio.run(_run(http, host, port, server.name))
+        asyncio.run(_run(http, host, port, server.name, options["json"]))
     finally:
         server.worker.stop()
     return 1 if server.worker.failure else 0
 
 
-async def _run(http: Any, host: str, port: int, name: str) -> None:
+async def _run(http: Any, host: str, port: int, name: str, as_json: bool) -> None:
     """Serves, and says the address once it can be reached."""
     task = asyncio.ensure_future(http.serve())
     while not http.started and not task.done():
         await asyncio.sleep(0.02)
     if http.started:
         port = http.servers[0].sockets[0].getsockname()[1]
-        print(f"serving {name} at http://{host}:{port}", file=sys.stderr, flush=True)
+        url = f"http://{host}:{port}"
+        if as_json:
+            print(json.dumps({"model": name, "url": url}), flush=True)
+        print(f"serving {name} at {url}", file=sys.stderr, flush=True)
     await task

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import shutil
 import time
 
 import openai
@@ -236,7 +237,7 @@ def test_the_page_in_a_browser(address):
     playwright = pytest.importorskip("playwright.sync_api")
     with playwright.sync_playwright() as p:
         try:
-            browser = p.chromium.launch()
+            browser = p.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
         except playwright.Error as error:
             pytest.skip(f"no Chromium for playwright: {str(error).splitlines()[0]}")
         page = browser.new_page()
