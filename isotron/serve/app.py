@@ -66,7 +66,10 @@ class Server:
         inbox: asyncio.Queue[tuple[int, Piece]] = asyncio.Queue()
 
         def hearer(first: int) -> Callable[[Piece], None]:
-            return lambda piece: loop.call_soon_threadsafe(inbox.put_nowait, (first + piece.answer, piece))
+            def hear(piece: Piece) -> None:
+                loop.call_soon_threadsafe(inbox.put_nowait, (first + piece.answer, piece))
+
+            return hear
 
         numbers = [self.worker.submit(prompt, wish, i, hearer(i * wish.samples)) for i, prompt in enumerate(prompts)]
         left = len(prompts) * wish.samples
@@ -167,12 +170,12 @@ def build(server: Server) -> Any:
         ("/api", ["PUT"], routes.megatron),
     ):
         app.add_api_route(path, _guarded(server, replies, route, library), methods=methods)
-    for path, route in (("/health", routes.health), ("/metrics", routes.metrics), ("/", routes.page)):
-        app.add_api_route(path, _plain(route, library), methods=["GET"])
+    for path, show in (("/health", routes.health), ("/metrics", routes.metrics), ("/", routes.page)):
+        app.add_api_route(path, _plain(show), methods=["GET"])
     return app
 
 
-def _plain(route: Callable[[], Any], library: Any) -> Callable[..., Awaitable[Any]]:
+def _plain(route: Callable[[], Any]) -> Callable[..., Awaitable[Any]]:
     async def handle() -> Any:
         return route()
 
