@@ -16,48 +16,20 @@ import torch
 from isotron.config.schema import RunConfig, to_dict
 from isotron.core import comm
 from isotron.core.checkpoint.background import BackgroundSaver
+from isotron.core.checkpoint.group import GroupRanks
 from isotron.core.checkpoint.load import Source
 from isotron.core.checkpoint.locate import find, verify_files
 from isotron.core.checkpoint.ranks import together
 from isotron.core.checkpoint.save import Saved, save_checkpoint
 from isotron.core.checkpoint.weights import load_masters, load_weights
 from isotron.core.errors import Refused, refuse
-from isotron.core.mesh import AXES, Group
+from isotron.core.mesh import AXES
 from isotron.core.optim.optimizer import Optimizer
 from isotron.core.optim.restore import load_slots
 from isotron.core.optim.schedules import ScheduleConfig
 from isotron.core.parallel.model import ParallelModel
 from isotron.core.parallel.replicas import unequal_replicas
 from isotron.core.precision.scaler import LossScaler
-
-
-@dataclass(frozen=True)
-class GroupRanks:
-    """A process group as checkpoints see it."""
-
-    group: Group
-
-    @property
-    def rank(self) -> int:
-        """This rank's place."""
-        return self.group.index
-
-    @property
-    def size(self) -> int:
-        """Number of ranks."""
-        return self.group.size
-
-    def gather_json(self, obj: Any) -> list[Any] | None:
-        """On rank 0 the objects of all ranks."""
-        return comm.gather_json(obj, self.group)
-
-    def broadcast_json(self, obj: Any) -> Any:
-        """The object of rank 0."""
-        return comm.broadcast_json(obj, self.group)
-
-    def barrier(self) -> None:
-        """Wait for every rank."""
-        comm.barrier(self.group)
 
 
 @dataclass

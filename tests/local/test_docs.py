@@ -24,7 +24,7 @@ from isotron.launch import close_all
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
-OURS = ("model", "layout", "randomness", "data", "zero")  # pages whose Python no other test runs
+OURS = ("model", "layout", "randomness", "deepspeed", "data", "zero")  # pages whose Python no other test runs
 
 TRAIN = ["--train-iters", "2", "--eval-iters", "1", "--log-interval", "10", "--no-tensorboard"]
 RESUME = ["--train-iters", "4", "--eval-iters", "1", "--log-interval", "10", "--no-tensorboard"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,7 @@ def batches(step: int) -> list[Batch]:
             for at in (slice(0, half), slice(half, ROWS))]  # fmt: skip
 
 
-@lru_cache(maxsize=None)
+@cache
 def curve(dtype: str = "float32", **optim: Any) -> torch.Tensor:
     """The loss of every step."""
     cfg = OptimConfig(**{"adam_beta2": 0.999, "loss_scale_window": 50, "initial_loss_scale": 2.0**12, **optim})

@@ -1,0 +1,161 @@
+"""FairScale's call shapes on the core: OSS, ShardedDDP, Pipe.
+
+OSS keeps optimizer state sharded, ShardedDDP reduces each gradient to the rank that steps it; together they are an
+engine with stage 2, driven by `loss.backward()` and `optimizer.step()`. Pipe is GPipe in one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint as recomputed
+
+from isotron.core.engine.engine import data_parallel_group
+from isotron.core.engine.held import Held
+from isotron.core.engine.rules import from_torch, settings
+from isotron.core.errors import refuse
+from isotron.core.optim.config import OptimConfig
+from isotron.core.optim.optimizer import Optimizer
+
+BUCKET = 2**23
+
+
+class OSS(torch.optim.Optimizer):
+    """An optimizer of torch (AdamW, Adam, SGD) whose state is sharded over the ranks. Steps after ShardedDDP has it."""
+
+    def __init__(
+        self, params: Iterable[Any], optim: type[torch.optim.Optimizer] = torch.optim.SGD, **options: Any
+    ) -> None:
+        plain = optim(params, **options)  # type: ignore[call-arg]
+        super().__init__(plain.param_groups, plain.defaults)
+        self.rule, self.cfg = from_torch(plain, OptimConfig(clip_grad=0.0))
+        self.held: Held | None = None
+        self.sharded: Optimizer | None = None
+
+    def attach(self, held: Held) -> None:
+        """Take over a module's parameters."""
+        self.held = held
+        self.sharded = Optimizer(held.flat.views(), self.cfg, self._settings(held), held.group)
+
+    def _settings(self, held: Held) -> dict[str, Any]:
+        return settings(self.param_groups, held.parameters, self.rule, self.rule)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Gradients are summed at their owners, stepped there, and weights are sent to all ranks."""
+        if self.held is None or self.sharded is None:
+            raise refuse("OSS.step()", "it has no module yet", "model = ShardedDDP(module, oss)")
+        self.held.finish()
+        self.sharded.settings = self._settings(self.held)
+        self.sharded.step(1.0, 1.0, 1.0)
+        self.held.send()
+        self.held.begin()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """A step begins with empty buffers."""
+        if self.held is not None:
+            self.held.begin()
+
+
+class ShardedDDP(nn.Module):
+    """`module` with its gradients reduced to their owners: the mean over the ranks, as DistributedDataParallel has it.
+
+    Backwards between two steps add up; under `no_sync` all but the last.
+    """
+
+    def __init__(self, module: nn.Module, sharded_optimizer: OSS, reduce_buffer_size: int = BUCKET) -> None:
+        super().__init__()
+        group = data_parallel_group()
+        dtypes = {p.dtype for p in module.parameters()}
+        if len(dtypes) != 1:
+            found = " and ".join(sorted(map(str, dtypes))) or "none"
+            raise refuse(f"ShardedDDP of parameters of {found}", "one buffer has one type", "module.to(torch.bfloat16)")
+        self.module, self.ways = module, group.size
+        self.held = Held(module, dtypes.pop(), 2, group, reduce_buffer_size)
+        sharded_optimizer.attach(self.held)
+        self.held.begin()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's output; tensors in it carry the mean over ranks into the backward."""
+        return _shared(self.module(*args, **kwargs), self.ways)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Nothing to switch off: what is summed at its owner may be summed in parts."""
+        return nullcontext()
+
+
+class _Mean(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ways: int) -> Tensor:
+        ctx.ways = ways
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:
+        return dx / ctx.ways, None
+
+
+def _shared(out: Any, ways: int) -> Any:
+    """Every tensor of a nested output whose gradient is divided by the number of ranks."""
+    if isinstance(out, Tensor):
+        return _Mean.apply(out, ways) if ways > 1 and out.requires_grad else out
+    if isinstance(out, (list, tuple)) and type(out) in (list, tuple):
+        return type(out)(_shared(x, ways) for x in out)
+    if isinstance(out, dict):
+        for key, value in out.items():
+            out[key] = _shared(value, ways)
+    return out
+
+
+class Pipe(nn.Module):
+    """A sequential module cut into stages by `balance` (layers of each), run on microbatches one after the other.
+
+    `devices`: of the stages; none means where the module is. `checkpoint`: whose activations are computed again.
+    """
+
+    def __init__(
+        self,
+        module: nn.Sequential,
+        balance: Sequence[int],
+        devices: Sequence[Any] | None = None,
+        chunks: int = 1,
+        checkpoint: str = "except_last",
+    ) -> None:
+        super().__init__()
+        if sum(balance) != len(module) or min(balance, default=0) < 1:
+            case = f"every layer belongs to one stage, and the module has {len(module)}"
+            raise refuse(f"Pipe(balance={list(balance)})", case, f"balance=[{len(module)}]")
+        if chunks < 1 or checkpoint not in ("always", "except_last", "never"):
+            case = "chunks is 1 or more, checkpoint one of always, except_last, never"
+            raise refuse(f"Pipe(chunks={chunks}, checkpoint={checkpoint!r})", case, "chunks=4")
+        if devices is not None and len(devices) < len(balance):
+            raise refuse(f"Pipe with {len(devices)} devices", f"there are {len(balance)} stages", "a device for each")
+        ends = list(accumulate(balance))
+        self.chunks, self.checkpoint, self.balance = chunks, checkpoint, list(balance)
+        self.devices = None if devices is None else [torch.device(d) for d in devices]
+        self.partitions = nn.ModuleList(module[end - n : end] for n, end in zip(balance, ends, strict=True))
+        for stage, device in zip(self.partitions, self.devices or (), strict=False):
+            stage.to(device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The output of the whole batch; its first dimension is cut into chunks."""
+        parts = list(x.chunk(self.chunks))
+        # in the order of a pipeline's clock: stage s works on chunk i at time s + i
+        for tick in range(len(parts) + len(self.partitions) - 1):
+            for i in range(len(parts)):
+                if 0 <= tick - i < len(self.partitions):
+                    parts[i] = self._stage(tick - i, parts[i], i == len(parts) - 1)
+        return torch.cat(parts)
+
+    def _stage(self, number: int, x: Tensor, last: bool) -> Tensor:
+        x = x if self.devices is None else x.to(self.devices[number])
+        again = self.checkpoint == "always" or (self.checkpoint == "except_last" and not last)
+        if again and self.training:
+            return recomputed(self.partitions[number], x, use_reentrant=False)
+        return self.partitions[number](x)

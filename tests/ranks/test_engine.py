@@ -1,0 +1,155 @@
+"""The engine against torch alone: any module, ranks, stage and accumulation give the same float64 numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+import isotron
+from isotron.core.errors import Refused
+from tests.ranks import engine_bodies as bodies
+
+Ranks = Callable[..., list[Any]]
+
+
+def by_torch(
+    make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], steps: int = bodies.STEPS
+) -> dict[str, Tensor]:
+    """The whole batch at once, gradients clipped to 0.5; what is unused has a gradient of zero."""
+    model = bodies.net()
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = make(parameters)
+    for step in range(steps):
+        optimizer.zero_grad()
+        bodies.loss_of(model, *bodies.batch(step)).backward()
+        for p in parameters:
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+        nn.utils.clip_grad_norm_(parameters, 0.5)
+        optimizer.step()
+    return {n: t.detach() for n, t in model.state_dict().items()}
+
+
+def same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        # the loss scale of one divides by norm + 1e-6 in float32 inside the fused update
+        assert torch.allclose(found[name], tensor, rtol=1e-6, atol=1e-7), name
+
+
+def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.05, weight_decay=0.1, eps=1e-6)
+
+
+@pytest.mark.parametrize(("world", "stage"), [(1, 0), (2, 0), (2, 1), (2, 2)])
+def test_equals_torch(ranks: Ranks, tmp_path: Path, world: int, stage: int) -> None:
+    cfg = bodies.config(zero_optimization={"stage": stage})
+    straight = ranks(world, bodies.trained, cfg)
+    same(straight[0][0], by_torch(adamw))
+    stopped = ranks(world, bodies.trained, cfg, str(tmp_path))
+    for (a, _, _), (b, _, _) in zip(straight, stopped, strict=True):
+        assert all(torch.equal(a[n], b[n]) for n in a)
+    (onwards,) = ranks(1, bodies.resumed, bodies.config(), str(tmp_path))
+    assert all(torch.allclose(onwards[n], straight[0][0][n], rtol=1e-9, atol=1e-12) for n in onwards)
+
+
+def test_layouts_agree_to_1e_9(ranks: Ranks) -> None:
+    alone = ranks(1, bodies.trained, bodies.config())[0]
+    for stage in (0, 1, 2):
+        weights, norm, _ = ranks(2, bodies.trained, bodies.config(zero_optimization={"stage": stage}))[0]
+        assert all(torch.allclose(weights[n], alone[0][n], rtol=1e-9, atol=1e-12) for n in weights)
+        assert norm == pytest.approx(alone[1], rel=1e-9)
+
+
+@pytest.mark.parametrize("kind", ["SGD", "Adam"])
+def test_an_optimizer_and_a_scheduler_of_torch(kind: str) -> None:
+    def make(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        groups = [{"params": parameters[:1], "lr": 0.1}, {"params": parameters[1:], "weight_decay": 0.0}]
+        options: dict[str, Any] = {"momentum": 0.9} if kind == "SGD" else {"eps": 1e-6}
+        return getattr(torch.optim, kind)(groups, lr=0.05, weight_decay=0.1, **options)
+
+    model = bodies.net()
+    optimizer = make([p for p in model.parameters() if p.requires_grad])
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.1)
+    cfg = bodies.config(optimizer=None)
+    engine, returned, loader, scheduler = isotron.initialize(model, cfg, optimizer=optimizer, lr_scheduler=schedule)
+    assert returned is optimizer and scheduler is schedule and loader is None
+    bodies.run(engine, 0, bodies.STEPS)
+    reference = bodies.net()
+    parameters = [p for p in reference.parameters() if p.requires_grad]
+    theirs = make(parameters)
+    falling = torch.optim.lr_scheduler.StepLR(theirs, 2, 0.1)
+    for step in range(bodies.STEPS):
+        theirs.zero_grad()
+        bodies.loss_of(reference, *bodies.batch(step)).backward()
+        for p in parameters:
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+        nn.utils.clip_grad_norm_(parameters, 0.5)
+        theirs.step()
+        falling.step()
+    same(bodies.state_of(engine), {n: t.detach() for n, t in reference.state_dict().items()})
+    assert engine.get_lr() == pytest.approx([0.1 * 0.01, 0.05 * 0.01])
+
+
+def test_half_precision_skips_and_falls() -> None:
+    cfg = bodies.config(fp16={"enabled": True, "initial_scale_power": 24, "hysteresis": 1}, gradient_clipping=0.0)
+    engine, *_ = isotron.initialize(bodies.net(torch.float32), cfg)
+    assert engine.module.hidden.weight.dtype == torch.float16 and engine.cur_scale == 2.0**24
+    bodies.run(engine, 0, 12)
+    assert engine.skipped_steps > 0 and engine.cur_scale == 2.0 ** (24 - engine.skipped_steps)
+    assert engine.state.updates == 12 - engine.skipped_steps and engine.global_steps == 12
+    brain, *_ = isotron.initialize(bodies.net(torch.float32), bodies.config(bf16={"enabled": True}))
+    first = bodies.run(brain, 0, 2)[0]
+    for _ in range(30):
+        bodies.run(brain, 0, 1)
+    assert bodies.run(brain, 0, 1)[0] < first - 0.5
+
+
+def test_batches_data_and_the_loader() -> None:
+    data = torch.utils.data.TensorDataset(torch.arange(32) % 11, torch.arange(32) % 11)
+    cfg = bodies.config(scheduler={"type": "WarmupLR", "params": {"warmup_max_lr": 0.01, "warmup_num_steps": 4}})
+    engine, _, loader, scheduler = isotron.initialize(bodies.net(), cfg, training_data=data)
+    assert (engine.train_batch_size(), engine.train_micro_batch_size_per_gpu()) == (8, 4)
+    assert engine.gradient_accumulation_steps() == 2 and engine.zero_optimization_stage() == 0
+    assert loader is not None and [len(x) for x, _ in loader] == [4] * 8
+    boundaries = []
+    for x, y in loader:
+        boundaries.append(engine.is_gradient_accumulation_boundary())
+        engine.backward(bodies.loss_of(engine, x, y))
+        engine.step()
+    assert boundaries == [False, True] * 4 and engine.global_steps == 4
+    assert scheduler.get_last_lr() == engine.get_lr() == [pytest.approx(0.01)]
+    assert engine.hidden is engine.module.hidden
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"optimizer": None}, "neither the config nor the call"),
+        ({"zero_optimization": {"stage": 3}}, "stage 3"),
+        ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}, "offload_optimizer.device"),
+    ],
+)
+def test_what_an_engine_cannot_do_is_refused(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(Refused, match=words):
+        isotron.initialize(bodies.net(), bodies.config(**changes))
+
+
+def test_optimizers_that_are_not_known_are_refused(tmp_path: Path) -> None:
+    model = bodies.net()
+    with pytest.raises(Refused, match="AdamW, Adam and SGD of torch"):
+        isotron.initialize(model, bodies.config(), optimizer=torch.optim.Adagrad(model.parameters()))
+    with pytest.raises(Refused, match="amsgrad=False"):
+        isotron.initialize(model, bodies.config(), optimizer=torch.optim.AdamW(model.parameters(), amsgrad=True))
+    engine, optimizer, *_ = isotron.initialize(model, bodies.config())
+    with pytest.raises(Refused, match="engine.step"):
+        optimizer.step()
+    with pytest.raises(Refused, match="holds no checkpoint"):
+        engine.load_checkpoint(tmp_path)
+    with pytest.raises(Refused, match="of torch.float32 and torch.float64"):
+        isotron.initialize(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double()), bodies.config())
