@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from isotron.core.models.deepseek_v3_config import PRESETS
 from isotron.core.models.gpt_config import GPTConfig
 from isotron.core.models.llama_config import LlamaConfig
 from isotron.core.models.mistral_config import MistralConfig
@@ -23,6 +26,8 @@ MODELS = {
     "window": MistralConfig(2, 32, 8, 4, 0, 48, 131, 16, sliding_window=5),
     "dropout": GPTConfig(2, 32, 8, vocab_size=131, max_position_embeddings=16, attention_dropout=0.2,
                          hidden_dropout=0.1),
+    "latent": replace(PRESETS["deepseek-v3-tiny"], num_layers=2, moe_layer_freq="[0,1]", vocab_size=131,
+                      max_position_embeddings=16, num_attention_heads=8, num_key_value_heads=8),
     "dynamic": LlamaConfig(2, 32, 8, 2, 0, 48, 131, 12, rope_scaling="dynamic", rope_factor=2.0),
 }  # fmt: skip
 
