@@ -100,7 +100,8 @@ _POSITIVE = {
 }  # fmt: skip
 _NOT_NEGATIVE = {
     "vocab_extra_ids": 100,
-    "mup_base_hidden_size": 256, "q_lora_rank": 0, "mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.1, "moe_ffn_hidden_size": 0, "moe_router_num_groups": 0, "moe_router_group_topk": 0, "moe_router_group_scores": 0,
+    "mup_base_hidden_size": 256, "q_lora_rank": 0, "mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.1,
+    "moe_ffn_hidden_size": 0, "moe_router_num_groups": 0, "moe_router_group_topk": 0, "moe_router_group_scores": 0,
     "moe_router_bias_update_rate": 0.001, "moe_aux_loss_coeff": 0.01, "moe_z_loss_coeff": 0.001,
     "moe_expert_capacity_factor": 1.25, "moe_shared_expert_intermediate_size": 0,
     "zero_shard_size": 0, "trace": 0, "schedule_memory": 0, "microbatch_group": 0, "recompute_keep": 0,
@@ -112,8 +113,8 @@ _NOT_NEGATIVE = {
     "lr_warmup_init": 0.0, "clip_grad": 1.0, "weight_decay": 0.1,
 }  # fmt: skip
 _PROBABILITY = {
-    "moe_input_jitter_eps": 0.01, "hidden_dropout": 0.1, "attention_dropout": 0.1, "adam_beta1": 0.9, "adam_beta2": 0.95, "sgd_momentum": 0.9,
-    "lion_beta1": 0.95, "lion_beta2": 0.98, "muon_momentum": 0.95,
+    "moe_input_jitter_eps": 0.01, "hidden_dropout": 0.1, "attention_dropout": 0.1, "adam_beta1": 0.9,
+    "adam_beta2": 0.95, "sgd_momentum": 0.9, "lion_beta1": 0.95, "lion_beta2": 0.98, "muon_momentum": 0.95,
 }  # fmt: skip
 _SCALE = {"initial_loss_scale": 65536.0, "min_loss_scale": 1.0}
 _RAMP = {"start_weight_decay": 0.0, "end_weight_decay": 0.1}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TypeVar, overload
 
 import torch
 
@@ -13,6 +14,15 @@ from isotron.core.optim.groups import settle
 from isotron.core.optim.mup import initial_factor, width_of
 from isotron.core.optim.optimizer import Optimizer
 from isotron.core.parallel.model import ParallelModel
+
+
+Kind = TypeVar("Kind", bound=Optimizer)
+
+
+@overload
+def make_optimizer(model: ParallelModel, cfg: OptimConfig) -> Optimizer: ...
+@overload
+def make_optimizer(model: ParallelModel, cfg: OptimConfig, kind: type[Kind]) -> Kind: ...
 
 
 def make_optimizer(model: ParallelModel, cfg: OptimConfig, kind: type[Optimizer] = Optimizer) -> Optimizer:
