@@ -7,7 +7,7 @@ from typing import Any
 
 def __getattr__(name: str) -> Any:
     if name == "shard":
-        from isotron.core.parallel.foreign import shard
+        from isotron.core.engine.shard import shard
 
         return shard
     raise AttributeError(f"module isotron.core has no attribute {name}")

@@ -72,7 +72,8 @@ def run(engine: Any, start: int, stop: int) -> list[float]:
 
 
 def state_of(engine: Any) -> dict[str, Tensor]:
-    return {n: t.detach().clone() for n, t in engine.module.state_dict().items()}
+    with engine.held.sharded.gathered() as module:
+        return {n: t.detach().clone() for n, t in module.state_dict().items()}
 
 
 def trained(cfg: dict[str, Any], folder: str = "") -> tuple[dict[str, Tensor], float, list[float]]:

@@ -46,7 +46,7 @@ def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=0.05, weight_decay=0.1, eps=1e-6)
 
 
-@pytest.mark.parametrize(("world", "stage"), [(1, 0), (2, 0), (2, 1), (2, 2)])
+@pytest.mark.parametrize(("world", "stage"), [(1, 0), (2, 0), (2, 1), (2, 2), (2, 3)])
 def test_equals_torch(ranks: Ranks, tmp_path: Path, world: int, stage: int) -> None:
     cfg = bodies.config(zero_optimization={"stage": stage})
     straight = ranks(world, bodies.trained, cfg)
@@ -60,7 +60,7 @@ def test_equals_torch(ranks: Ranks, tmp_path: Path, world: int, stage: int) -> N
 
 def test_layouts_agree_to_1e_9(ranks: Ranks) -> None:
     alone = ranks(1, bodies.trained, bodies.config())[0]
-    for stage in (0, 1, 2):
+    for stage in (0, 1, 2, 3):
         weights, norm, _ = ranks(2, bodies.trained, bodies.config(zero_optimization={"stage": stage}))[0]
         assert all(torch.allclose(weights[n], alone[0][n], rtol=1e-9, atol=1e-12) for n in weights)
         assert norm == pytest.approx(alone[1], rel=1e-9)
@@ -131,7 +131,6 @@ def test_batches_data_and_the_loader() -> None:
     ("changes", "words"),
     [
         ({"optimizer": None}, "neither the config nor the call"),
-        ({"zero_optimization": {"stage": 3}}, "stage 3"),
         ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}, "offload_optimizer.device"),
     ],
 )
@@ -151,5 +150,15 @@ def test_optimizers_that_are_not_known_are_refused(tmp_path: Path) -> None:
         optimizer.step()
     with pytest.raises(Refused, match="holds no checkpoint"):
         engine.load_checkpoint(tmp_path)
-    with pytest.raises(Refused, match="of torch.float32 and torch.float64"):
-        isotron.initialize(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double()), bodies.config())
+    with pytest.raises(Refused, match="none of its parameters requires a gradient"):
+        isotron.initialize(nn.Linear(2, 2).requires_grad_(False), bodies.config(), model_parameters=[torch.zeros(1)])
+
+
+def test_a_module_of_two_types_keeps_them() -> None:
+    mixed = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())
+    engine, *_ = isotron.initialize(mixed, bodies.config(zero_optimization={"stage": 1}))
+    for _ in range(2):
+        engine.backward(engine.module[1](engine.module[0](torch.ones(4, 2)).double()).square().sum())
+        engine.step()
+    assert mixed[0].weight.dtype == torch.float32 and mixed[1].weight.dtype == torch.float64
+    assert engine.global_steps == 1 and engine.get_global_grad_norm() > 0

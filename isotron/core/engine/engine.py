@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -72,9 +73,10 @@ class Engine:
     ) -> None:
         self.cfg, self.group = cfg, data_parallel_group()
         self.optimizer, self._rule = optimizer, rule
-        self.held = Held(module, _dtype(module, cfg.dtype), cfg.zero, self.group, cfg.bucket_size)
+        dtype = devices.dtype_of(cfg.dtype) if cfg.dtype else None
+        self.held = Held(module, dtype, cfg.zero, self.group, cfg.bucket_size)
         wide = torch.empty(0, dtype=torch.promote_types(self.held.dtype, torch.float32), device=self.held.device)
-        self.state = Optimizer(self.held.flat.views(), optim, self._settings(), self.group, wide)
+        self.state = Optimizer(self.held.views(), optim, self._settings(), self.group, wide)
         self.scaler = LossScaler.for_run(cfg.dtype, optim)
         self.lr_scheduler: Any = None
         self.global_steps = self.skipped_steps = self.micro_steps = 0
@@ -104,8 +106,6 @@ class Engine:
 
     def backward(self, loss: Tensor) -> Tensor:
         """Gradients of one micro batch; the loss is scaled for the mean over micro batches and ranks."""
-        if self.micro_steps % self.cfg.accumulation == 0:
-            self.held.begin()
         weight = self.scaler.scale / (self.cfg.accumulation * self.group.size)
         wide = torch.promote_types(loss.dtype, torch.float32)  # a loss scale is beyond float16
         self.held.backward(loss.to(wide) * weight, self.is_gradient_accumulation_boundary())
@@ -122,6 +122,7 @@ class Engine:
         overflow = not math.isfinite(self.norm)
         if overflow:
             self.skipped_steps += 1
+            self.held.forget()
         else:
             self.state.settings = self._settings()
             self.state.step(1.0, 1.0, clip_factor(self.norm, self.state.cfg.clip_grad) / self.scaler.scale)
@@ -150,7 +151,7 @@ class Engine:
         return self.cfg.global_batch
 
     def zero_optimization_stage(self) -> int:
-        """0, 1 or 2."""
+        """0 to 3."""
         return self.cfg.zero
 
     def get_lr(self) -> list[float]:
@@ -160,6 +161,10 @@ class Engine:
     def get_global_grad_norm(self) -> float:
         """Of the last step, before clipping."""
         return self.norm
+
+    def gathered(self) -> AbstractContextManager[nn.Module]:
+        """The module with all its weights at hand (stage 3), for `state_dict()`; changes to them are lost."""
+        return self.held.sharded.gathered()
 
     @property
     def cur_scale(self) -> float:
@@ -188,15 +193,6 @@ def data_parallel_group() -> Group:
     """All ranks of the default process group; this one alone without it."""
     world = dist.is_available() and dist.is_initialized()
     return Mesh(dist.get_rank(), dp=dist.get_world_size()).group("dp") if world else Mesh().group("dp")
-
-
-def _dtype(module: nn.Module, asked: str) -> torch.dtype:
-    """The type to train in: what the config enables, else the module's own."""
-    own = {p.dtype for p in module.parameters()}
-    if not asked and len(own) > 1:
-        found = " and ".join(sorted(map(str, own)))
-        raise refuse(f"an engine for parameters of {found}", "one buffer has one type", '"bf16": {"enabled": true}')
-    return devices.dtype_of(asked) if asked else own.pop()
 
 
 def initialize(

@@ -41,7 +41,7 @@ class OSS(torch.optim.Optimizer):
     def attach(self, held: Held) -> None:
         """Take over a module's parameters."""
         self.held = held
-        self.sharded = Optimizer(held.flat.views(), self.cfg, self._settings(held), held.group)
+        self.sharded = Optimizer(held.views(), self.cfg, self._settings(held), held.group)
 
     def _settings(self, held: Held) -> dict[str, Any]:
         return settings(self.param_groups, held.parameters, self.rule, self.rule)
@@ -55,12 +55,11 @@ class OSS(torch.optim.Optimizer):
         self.sharded.settings = self._settings(self.held)
         self.sharded.step(1.0, 1.0, 1.0)
         self.held.send()
-        self.held.begin()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """A step begins with empty buffers."""
         if self.held is not None:
-            self.held.begin()
+            self.held.forget()
 
 
 class ShardedDDP(nn.Module):
@@ -72,14 +71,9 @@ class ShardedDDP(nn.Module):
     def __init__(self, module: nn.Module, sharded_optimizer: OSS, reduce_buffer_size: int = BUCKET) -> None:
         super().__init__()
         group = data_parallel_group()
-        dtypes = {p.dtype for p in module.parameters()}
-        if len(dtypes) != 1:
-            found = " and ".join(sorted(map(str, dtypes))) or "none"
-            raise refuse(f"ShardedDDP of parameters of {found}", "one buffer has one type", "module.to(torch.bfloat16)")
         self.module, self.ways = module, group.size
-        self.held = Held(module, dtypes.pop(), 2, group, reduce_buffer_size)
+        self.held = Held(module, None, 2, group, reduce_buffer_size)
         sharded_optimizer.attach(self.held)
-        self.held.begin()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's output; tensors in it carry the mean over ranks into the backward."""

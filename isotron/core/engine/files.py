@@ -43,7 +43,7 @@ class Saving(Protocol):
 
 
 def _tensors(engine: Saving) -> Iterator[Saved]:
-    for view in engine.held.flat.saved_views():
+    for view in engine.held.saved_views():
         yield Saved(view.placed.name, view.weight.dtype, view.placed.rule.shape, list(view.pieces(view.weight)))
     for name, view, dtype, pieces in engine.state.pieces():
         yield Saved(name, dtype, view.placed.rule.shape, pieces if view.counts else [])
@@ -82,7 +82,7 @@ def load(engine: Saving, directory: Path) -> tuple[str, dict[str, Any]]:
         state = source.manifest.meta.get("engine")
         if not isinstance(state, dict):
             raise refuse(f"load_checkpoint({str(found)!r})", "no engine has saved it", "a checkpoint of an engine")
-        views = engine.held.flat.held()
+        views = engine.held.kept_views()
         wanted = [Wanted(v.placed.name, list(v.pieces(v.weight, owned=False)), v.placed.rule.shape) for v in views]
         buffers = engine.module.named_buffers()
         wanted += [Wanted(BUFFER + name, [(whole(t.shape), t)], tuple(t.shape)) for name, t in buffers]

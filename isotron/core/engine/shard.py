@@ -38,7 +38,7 @@ ROOT = ""
 
 def shard(
     module: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | None,
     *,
     zero: int = 3,
     shard_size: int = 0,
@@ -51,7 +51,8 @@ def shard(
 
     zero: 0 nothing, 1 optimizer state, 2 gradients too, 3 weights too. shard_size: ranks that share a set of shards, 0
     for all. units: names of the submodules whose weights are gathered together; without them the members of every
-    `nn.ModuleList`. The weights of the first rank are given to all. Gradients are means over ranks.
+    `nn.ModuleList`. The weights of the first rank are given to all. Gradients are means over ranks. Without an
+    optimizer they are sums, and the caller steps `views()` itself.
     """
     world = dist.get_world_size() if dist.is_initialized() else 1
     if zero not in (0, 1, 2, 3):
@@ -60,7 +61,7 @@ def shard(
         raise refuse(f"shard(shard_size={shard_size})", f"{world} ranks are cut into equal groups", "shard_size=0")
     if any(p.is_meta for p in module.parameters()):
         raise refuse("shard of a module on the meta device", "its weights have no values yet", "a module on the CPU")
-    if any(optimizer.state.values()):
+    if optimizer is not None and any(optimizer.state.values()):
         raise refuse("shard with an optimizer that has stepped", "its state is of whole parameters", "a new optimizer")
     mesh = Mesh(dist.get_rank() if world > 1 else 0, dp=world)
     return Sharded(module, optimizer, mesh, zero, shard_size or world, tuple(units), bucket_size, overlap, reduce_dtype)
@@ -70,7 +71,7 @@ class Sharded:
     """A module and its optimizer, sharded; made by `shard`."""
 
     def __init__(
-        self, module: nn.Module, optimizer: torch.optim.Optimizer, mesh: Mesh, zero: int, shard_size: int,
+        self, module: nn.Module, optimizer: torch.optim.Optimizer | None, mesh: Mesh, zero: int, shard_size: int,
         units: tuple[str, ...], bucket_size: int, overlap: bool, reduce_dtype: torch.dtype | None,
     ) -> None:  # fmt: skip
         self.module, self.optimizer, self.mesh = module, optimizer, mesh
@@ -84,14 +85,15 @@ class Sharded:
         classes = Classes(None, stage == 3, False, frozen, unit_of=self._unit_of.__getitem__)
         plan = Sharding(stage, {DENSE: group}, bucket_size, classes, overlap, reduce_dtype)
         self.flats = [self._flat(found, plan) for found in _by_dtype(named)]
-        self._steps = _into_optimizer(optimizer, named, [v for flat in self.flats for v in flat.views()])
+        self._steps = [] if optimizer is None else _into_optimizer(optimizer, named, self.views())
         self._begun = self._finished = self._called_back = False
         for name, p in named.items():
             if p.requires_grad:
                 p.register_post_accumulate_grad_hook(self._take_gradient(name))
         self.units = self._hook_units(names, named, overlap) if stage == 3 else None
-        optimizer.register_step_pre_hook(lambda *_: self.finish())
-        optimizer.register_step_post_hook(lambda *_: self._stepped())
+        if optimizer is not None:
+            optimizer.register_step_pre_hook(lambda *_: self.finish())
+            optimizer.register_step_post_hook(lambda *_: self._stepped())
 
     def _flat(self, named: Mapping[str, nn.Parameter], plan: Sharding) -> Flat:
         given = {n: p.data for n, p in named.items()}
@@ -164,14 +166,27 @@ class Sharded:
 
     # ---- gradients -------------------------------------------------------------------------------------------------
 
+    def views(self) -> list[View]:
+        """The parts of parameters that this rank steps."""
+        return [v for flat in self.flats for v in flat.views()]
+
+    def _begin(self) -> None:
+        if not self._begun:
+            self._begun, self._finished = True, False
+            for flat in self.flats:
+                flat.begin()
+
+    def last_backward(self) -> None:
+        """The next backward is the last of the step: what it completes is reduced while it goes on."""
+        self._begin()
+        for flat in self.flats:
+            flat.watch()
+
     def _take_gradient(self, name: str) -> Callable[[Tensor], None]:
         unit = self._unit_of[name]
 
         def take(p: Tensor) -> None:
-            if not self._begun:
-                self._begun, self._finished = True, False
-                for flat in self.flats:
-                    flat.begin()
+            self._begin()
             self._call_back()
             grad, p.grad = p.grad, None
             if grad is not None:
@@ -202,8 +217,9 @@ class Sharded:
     @torch.no_grad()
     def finish(self) -> None:
         """Gradients are complete: means over all ranks, where the optimizer finds them. `optimizer.step` calls it."""
-        if self._finished or not self._begun:
+        if self._finished or (not self._begun and self._steps):
             return
+        self._begin()
         self._finished = True
         for flat in self.flats:
             flat.finish_reduce()
@@ -224,6 +240,10 @@ class Sharded:
         for p, view in self._steps:
             if p.data_ptr() != view.weight.data_ptr():
                 view.weight.copy_(p)
+        self.send()
+
+    def send(self) -> None:
+        """Stepped weights to the ranks that keep them; gradients are forgotten."""
         for flat in self.flats:
             flat.start_gather(overlap=False)
         self.zero_grad()
