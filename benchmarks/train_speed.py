@@ -3,6 +3,7 @@
     python benchmarks/train_speed.py [--dtype float32|bfloat16] [--rounds 3] [--json]
 
 Model: hidden 512, 8 layers, 8 heads, 4 key/value heads, FFN 1408, vocabulary 32000, sequence 512, microbatch 4; AdamW.
+Times are medians of interleaved steps; peak memory is that of a process of its own for each contender.
 """
 
 from __future__ import annotations
@@ -10,8 +11,11 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
@@ -102,6 +106,19 @@ def step_flops() -> float:
     return float(per_token * ROWS * SEQUENCE)
 
 
+def peak_gib() -> float:
+    """The most memory this process has had (Linux)."""
+    status = Path("/proc/self/status").read_text()
+    return int(next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM"))) / 2**20
+
+
+def peak_alone(name: str, args: argparse.Namespace) -> float:
+    """GiB of a process that runs one contender only, the interpreter and torch included."""
+    words = ["--only", name, "--rounds", "1", "--dtype", args.dtype, "--threads", str(args.threads), "--json"]
+    done = subprocess.run([sys.executable, __file__, *words], check=True, capture_output=True, text=True)
+    return float(json.loads(done.stdout.splitlines()[-1])["peak_gib"])
+
+
 def main() -> None:
     """Interleave, print medians."""
     parser = argparse.ArgumentParser()
@@ -128,11 +145,14 @@ def main() -> None:
             cpu[name].append(time.process_time() - before)
     rate = statistics.median(rates)
     limit = ROWS * SEQUENCE * rate / step_flops()
-    result = {
-        "dtype": args.dtype, "matmul_gflops": rate / 1e9, "matmul_limit_tokens_per_s": limit,
-        **{n: {"tokens_per_s": ROWS * SEQUENCE / statistics.median(t), "cpu_s": statistics.median(cpu[n]),
-               "of_matmul_rate": ROWS * SEQUENCE / statistics.median(t) / limit} for n, t in times.items()},
-    }  # fmt: skip
+    peaks = {args.only: peak_gib()} if args.only else {name: peak_alone(name, args) for name in makers}
+    result: dict[str, object] = {"dtype": args.dtype, "matmul_gflops": rate / 1e9, "matmul_limit_tokens_per_s": limit}
+    for name in contenders:
+        speed = ROWS * SEQUENCE / statistics.median(times[name])
+        measured = {"tokens_per_s": speed, "of_matmul_rate": speed / limit, "cpu_s": statistics.median(cpu[name])}
+        result[name] = {**measured, "peak_gib": peaks[name]}
+    if args.only:
+        result["peak_gib"] = peaks[args.only]
     print(json.dumps(result, indent=None if args.json else 2))
 
 
