@@ -64,6 +64,12 @@ VERBS: dict[str, Verb] = {
         "isotron.commands.serve:run",
         "isotron.commands.serve:help_text",
     ),
+    "evaluate": Verb(
+        "perplexity and accuracy on tasks, in any layout",
+        "isotron evaluate --load runs/first --task lambada=lambada_test.jsonl wikitext103=wiki.test.tokens",
+        "isotron.commands.evaluate:run",
+        "isotron.commands.evaluate:help_text",
+    ),
     "convert": Verb(
         "a model from or to Hugging Face's format, streamed and checked",
         "isotron convert runs/first my_model --to hf",
@@ -115,8 +121,7 @@ VERBS: dict[str, Verb] = {
 }
 
 NOT_BUILT: dict[str, str] = {
-    "evaluate": "isotron train with --valid-data-path reports the loss on held-out data",
-    "score": "isotron train with --valid-data-path reports the loss on held-out data",
+    "score": "isotron evaluate --task perplexity=texts.jsonl",
     "retrieval": "isotron train --family gpt",
 }
 

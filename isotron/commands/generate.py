@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from isotron.commands.generation_options import CHOICE, ENGINE, settled
 from isotron.commands.helptext import options_help
@@ -62,8 +62,10 @@ def run(words: Sequence[str]) -> int:
     return run_local("isotron.inference.generate:main", processes, (config, options))
 
 
-def model_config(parsed: Parsed, problems: list[Problem], size: int | None) -> RunConfig:
-    """The checkpoint's run in the layout, on the device and in the dtype asked for."""
+def model_config(
+    parsed: Parsed, problems: list[Problem], size: int | None, shared: Mapping[str, Option] = SHARED
+) -> RunConfig:
+    """The checkpoint's run in the layout, on the device and in the dtype asked for by the options `shared`."""
     load = parsed.given["load"].value if "load" in parsed.given else ""
     found = Found()
     if not load and "load" not in parsed.doubtful:
@@ -73,8 +75,8 @@ def model_config(parsed: Parsed, problems: list[Problem], size: int | None) -> R
     except Refused as refused:
         problems += [_said(p) for p in refused.problems]
     base = read([], found.config).config
-    asked = {n: g.value for n, g in parsed.given.items() if n in SHARED or n in TOKENIZER}
-    config = changed(base, **{**asked, "load": found.path, "dp": 1, "sequence_parallel": False})
+    asked = {n: g.value for n, g in parsed.given.items() if n in shared or n in TOKENIZER}
+    config = changed(base, **{"dp": 1, **asked, "load": found.path, "sequence_parallel": False})
     devices = device_count(config.train.device)
     if found.config is not None:
         problems += check(config, size, devices, 0, {*UNUSED, *parsed.doubtful})
