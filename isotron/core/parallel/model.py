@@ -18,10 +18,7 @@ from isotron.core.errors import refuse
 from isotron.core.layout import Box, whole
 from isotron.core.mesh import AXES, Mesh
 from isotron.core.parallel.context import local_batch
-from isotron.core.parallel.costs import costed
 from isotron.core.parallel.data import View
-from isotron.core.parallel.deal import Costs, document_costs
-from isotron.core.parallel.dealt import dealt
 from isotron.core.parallel.pipeline.runtime import Runtime
 from isotron.core.parallel.plan import Layout, split_layers
 from isotron.core.parallel.split import model_costs
@@ -49,7 +46,7 @@ class ParallelModel:
         if layout.vpp > 1 and layout.pp == 1:
             asked = f"--vpp {layout.vpp} --pp 1"
             raise refuse(asked, "chunks are dealt to pipeline ranks, and there is one", "--vpp 1, or --pp 2 or more")
-        self.config, self.layout, self.mesh = config, costed(config, layout), mesh
+        self.config, self.layout, self.mesh = config, layout, mesh
         self.dtype, self.device = dtype, device
         layers = split_layers(config.num_layers, layout, model_costs(config))
         self.stages: dict[int, Stage] = {}
@@ -58,9 +55,7 @@ class ParallelModel:
                 beside = self.stages.get(0)
                 self.stages[s] = build_stage(config, s, layers[s], layout, mesh, dtype, device, seed, beside, frozen)
         keep = layout.recompute_keep if layout.recompute == "full" else None
-        # ranks that are dealt documents end at different times: nothing of the reduction is started before the end
-        overlap = layout.overlap_grad_reduce and not layout.hybrid_context_parallel
-        self.runtime = Runtime(self.stages, mesh.group("pp"), overlap, keep)
+        self.runtime = Runtime(self.stages, mesh.group("pp"), layout.overlap_grad_reduce, keep)
 
     def count_parameters(self) -> int:
         """Elements of the whole model, each logical parameter once, without padding; counted over the ranks."""
@@ -100,15 +95,7 @@ class ParallelModel:
     def local(self, batches: Sequence[Batch]) -> list[Batch]:
         """This context-parallel rank's slots of whole rows."""
         cp = self.mesh.group("cp")
-        return [b if b.part is not None else local_batch(b, cp.index, cp.size) for b in batches]
-
-    def deal(self, batches: Sequence[Batch]) -> list[Batch]:
-        """This rank's microbatches of a whole global batch, under dynamic context parallelism."""
-        layout, group = self.layout, self.mesh.group("cp", "dp")
-        given = layout.hybrid_costs
-        costs = Costs(*given) if given else document_costs(self.config)
-        most = layout.max_seqlen_per_dp_cp_rank or -(-batches[0].shape[1] // layout.cp)
-        return dealt(batches, group.index, group.size, most, costs, layout.tp if layout.sequence_parallel else 1)
+        return [local_batch(b, cp.index, cp.size) for b in batches]
 
     def views(self) -> list[View]:
         """What this rank's optimizer steps."""
@@ -145,12 +132,9 @@ class ParallelModel:
         return torch.promote_types(self.dtype, torch.float32)
 
     def count_tokens(self, batches: Sequence[Batch]) -> float:
-        """Unmasked tokens of a step over all ranks; looks at data only, whole rows that all cp ranks have, or what
-        they were dealt.
-        """
+        """Unmasked tokens of a step over all ranks; looks at data only, which are whole rows on every cp rank."""
         total = torch.stack([b.loss_mask.sum(dtype=torch.float64) for b in batches]).sum()
-        axes = ("cp", "dp") if any(b.part is not None for b in batches) else ("dp",)
-        return float(comm.all_reduce(total.to(self.device), self.mesh.group(*axes)))
+        return float(comm.all_reduce(total.to(self.device), self.mesh.group("dp")))
 
     def sum_terms(self, terms: dict[str, Tensor], names: Sequence[str]) -> list[float]:
         """Each term summed over all ranks once, the same on every rank."""
