@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -96,6 +98,17 @@ def test_dualpipev_formula(costs: tuple[int, int, int]) -> None:
             assert report.peak == (2 * p + 1,) * p
 
 
+def test_a_pair_is_never_shorter_than_its_parts_one_after_the_other() -> None:
+    """What runs waits for a second part's input after the first part: the simulated pair is the upper end of it."""
+    for p in (2, 3, 4):
+        for way in (0, 0.5, 2):
+            table = plan("dualpipev", p, 2 * p + 1)
+            rows = tuple(tuple(replace(part, also=None) for a in row for part in a.parts) for row in table.ranks)
+            costs = Costs(2, 5, 2, way)
+            apart = simulate(replace(table, ranks=rows), costs).makespan
+            assert apart <= simulate(table, costs).makespan
+
+
 def test_breadth_first_and_any_group() -> None:
     for p in range(2, 6):
         for v in (2, 3):
@@ -109,11 +122,30 @@ def test_breadth_first_and_any_group() -> None:
                         assert report.bubble == ((p - 1) / (v * m),) * p, (p, v, m, group)
 
 
-def test_a_group_smaller_than_the_pipeline_is_refused() -> None:
-    with pytest.raises(Refused, match=r"--microbatch-group 3 --pp 4\n(.|\n)*--microbatch-group 4"):
-        plan("interleaved", 4, 8, 2, 3)
+def check_small_groups(p: int, v: int, m: int) -> None:
+    """Groups below p: every forward and backward once, no deadlock, and no rank keeps more than it may run ahead."""
+    for group in range(1, p):
+        report = simulate(plan("interleaved", p, m, v, group))
+        limits = [2 * (p - rank - 1) + (v - 1) * group + 1 for rank in range(p)]
+        assert all(kept <= most for kept, most in zip(report.peak, limits, strict=True)), (p, v, m, group)
+        assert report.makespan >= 3 * (v * m + p - 1), (p, v, m, group)  # the bubble of a full group is the least
+
+
+@pytest.mark.parametrize("m", [1, 5, 8])
+def test_groups_smaller_than_the_pipeline(m: int) -> None:
+    for p in (2, 3, 4, 7):
+        check_small_groups(p, 2, m)
+    check_small_groups(3, 3, m)
     with pytest.raises(Refused, match="1f1b has no groups"):
         plan("1f1b", 4, 8, 1, 4)
+
+
+@pytest.mark.slow
+def test_small_groups_at_every_size() -> None:
+    for p in range(2, 9):
+        for v in (2, 3):
+            for m in range(1, 17):
+                check_small_groups(p, v, m)
 
 
 def test_placements() -> None:

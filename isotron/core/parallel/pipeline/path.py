@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
+
 from isotron.core.parallel.pipeline.actions import Action, Kind
 from isotron.core.parallel.pipeline.simulate import Report, Span, Travel
 
@@ -19,11 +21,13 @@ def critical_path(report: Report) -> list[Link]:
     makers = _makers(report)
     before = {(r, b.action): a for r, row in enumerate(report.spans) for a, b in zip(row, row[1:], strict=False)}
     coming = {_user(t): t for t in report.travels}
+    ends = [[span.end for span in row] for row in report.spans]
     link: Link | None = (rank, report.spans[rank][-1])
     path: list[Link] = []
     while link is not None:
         path.append(link)
-        link = _cause(link, makers, before, coming) if isinstance(link[1], Span) else _start(link[1], makers, report)
+        here = link[1]
+        link = _cause(link, makers, before, coming) if isinstance(here, Span) else _start(here, makers, report, ends)
     return path[::-1]
 
 
@@ -45,10 +49,14 @@ def _user(travel: Travel) -> Key:
     return Kind.F if forward else Kind.B, travel.action.stage + (1 if forward else -1), travel.action.microbatch
 
 
-def _start(travel: Travel, makers: dict[Key, Link], report: Report) -> Link:
+def _start(travel: Travel, makers: dict[Key, Link], report: Report, ends: list[list[float]]) -> Link:
     """What a transfer waited for: its tensor, or the end of computing that stood before one of its two calls."""
     kind = Kind.F if travel.action.kind is Kind.SEND_F else Kind.B
-    ended = [(r, span) for r in (travel.source, travel.target) for span in report.spans[r] if _ends_by(span, travel)]
+    ended: list[Link] = []
+    for rank in (travel.source, travel.target):
+        done = bisect_right(ends[rank], travel.start + 1e-9 * max(1.0, travel.start))
+        if done:  # the first of those that end last
+            ended.append((rank, report.spans[rank][bisect_left(ends[rank], ends[rank][done - 1])]))
     return max([*ended, makers[kind, travel.action.stage, travel.action.microbatch]], key=_late)
 
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from isotron.core.errors import refuse
 from isotron.core.parallel.pipeline.actions import Action, Kind, Schedule
+from isotron.core.parallel.pipeline.merge import merged
 
 Work = Sequence[tuple[int, int]]  # (stage, microbatch), in the order of computing
 
@@ -34,23 +34,24 @@ def one_f_one_b(p: int, m: int) -> Schedule:
 def interleaved(p: int, m: int, v: int, group: int = 0) -> Schedule:
     """1F1B over v chunks per rank, chunk c of rank r being stage c*p+r, in groups of microbatches per chunk.
 
-    `group` is p unless given; a larger one gives transfers more time and keeps more activations. Bubble (p-1)/(v*m)
-    where m is a multiple of the group. Any other m is scheduled as the next multiple, and the microbatches that do not
+    `group` is p unless given. A larger one gives transfers more time and keeps more activations; a smaller one keeps
+    fewer, and ranks wait where the first microbatch of a group is not back yet. Bubble (p-1)/(v*m) where m is a
+    multiple of a group >= p. Any other m is then scheduled as the next multiple, and the microbatches that do not
     exist are struck out: striking out cannot make two ranks wait for each other, a shorter last group can.
     """
     group = group or p
+    padded = -(-m // group) * group if group >= p else m
+    order = [(c, i) for first in range(0, padded, group) for c in range(v) for i in range(first, first + group)]
+    order = [(chunk, i) for chunk, i in order if i < padded]
+    forward = [[(chunk * p + rank, i) for chunk, i in order] for rank in range(p)]
+    backward = [[((v - 1 - chunk) * p + rank, i) for chunk, i in order] for rank in range(p)]
+    ahead = [2 * (p - rank - 1) + (v - 1) * group for rank in range(p)]
     if group < p:
-        case = f"the first microbatch of a group is back on the first rank after {p} others, so a group has {p} or more"
-        raise refuse(f"--microbatch-group {group} --pp {p}", case, f"--microbatch-group {p}, or 0 for that")
-    padded = -(-m // group) * group
-    order = [(chunk, first + i) for first in range(0, padded, group) for chunk in range(v) for i in range(group)]
-    ranks = []
-    for rank in range(p):
-        forward = [(chunk * p + rank, i) for chunk, i in order]
-        backward = [((v - 1 - chunk) * p + rank, i) for chunk, i in order]
-        row = _alternate(forward, backward, ahead=2 * (p - rank - 1) + (v - 1) * group)
-        ranks.append(tuple(action for action in row if action.microbatch is not None and action.microbatch < m))
-    return Schedule("interleaved", tuple(ranks), tuple(range(p)) * v, m)
+        limits = [n + 1 for n in ahead]
+        return merged("interleaved", _named(Kind.F, forward), _named(Kind.B, backward), limits, tuple(range(p)) * v)
+    ranks = (_alternate(*row) for row in zip(forward, backward, ahead, strict=True))
+    kept = tuple(tuple(action for action in row if int(action.microbatch or 0) < m) for row in ranks)
+    return Schedule("interleaved", kept, tuple(range(p)) * v, m)
 
 
 def breadth_first(p: int, m: int, v: int) -> Schedule:
@@ -91,6 +92,11 @@ def single(m: int, v: int = 1) -> Schedule:
         row += [Action(Kind.F, stage, i) for stage in range(v)]
         row += [Action(Kind.B, stage, i) for stage in reversed(range(v))]
     return Schedule("single", (tuple(row),), (0,) * v, m)
+
+
+def _named(kind: Kind, rows: Sequence[Work]) -> list[list[Action]]:
+    """The work of every rank as actions."""
+    return [[Action(kind, *work) for work in row] for row in rows]
 
 
 def _alternate(forward: Work, backward: Work, ahead: int) -> tuple[Action, ...]:

@@ -22,12 +22,15 @@ def place_weights(schedule: Schedule, limit: float, costs: Costs = UNIT) -> Sche
     Refuses a limit under which the order cannot end.
     """
     run = _Run(schedule, limit, costs)
+    steps = [run.next(rank) for rank in range(len(run.rows))]
     while run.left:
-        step = min((s for s in map(run.next, range(len(run.rows))) if s is not None), default=None)
+        step = min((s for s in steps if s is not None), default=None, key=lambda s: s[:2])
         if step is None:
             case = "under this limit ranks wait for each other in a circle"
             raise refuse(f"table {schedule.name} with at most {limit:g} activations", case, "a higher limit")
         run.do(*step)
+        for rank in touched(step[2].stage, schedule.placement):
+            steps[rank] = run.next(rank)
     return Schedule(schedule.name, tuple(map(tuple, run.rows)), schedule.placement, schedule.microbatches)
 
 
@@ -82,6 +85,11 @@ class _Run:
 
 
 _FIELDS = {Kind.F: "forward", Kind.B: "backward", Kind.W: "weight"}
+
+
+def touched(stage: int, placement: tuple[int, ...]) -> set[int]:
+    """The ranks whose next action may be another once something of a stage is done: its own and its neighbours'."""
+    return {placement[s] for s in (stage - 1, stage, stage + 1) if 0 <= s < len(placement)}
 
 
 def arrival(action: Action, placement: tuple[int, ...], done: dict[Key, float], way: list[float]) -> float | None:
