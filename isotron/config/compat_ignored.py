@@ -26,6 +26,7 @@ IGNORED: dict[str, tuple[int, str]] = {
     "--moe-grouped-gemm": (0, "experts are one grouped product where the device has it"),
     "--moe-use-legacy-grouped-gemm": (0, "experts are one grouped product where the device has it"),
     "--moe-permute-fusion": (0, "tokens are put in order in one pass"),
+    "--moe-shared-expert-overlap": (0, "the shared expert always computes while tokens are under way"),
     "--moe-router-fusion": (0, "there is one implementation of the router"),
     "--moe-per-layer-logging": (0, "every layer's balance is in metrics.jsonl"),
     "--transformer-impl": (1, _ONE),

@@ -7,7 +7,6 @@ _LLAMA = "--family llama without it"
 _RECOMPUTE = "--recompute selective, or --recompute full for the least memory"
 _STEPS = "the length of a run is counted in steps"
 _STAGES = "layers are dealt to pipeline stages by number or by cost, the output layer counted at what it costs"
-_EXPERT = "expert parallelism is not built yet"
 _BUILT = "this part is not built yet"
 _FP8 = ("8-bit training is not built yet", "--dtype bfloat16")
 _FP4 = ("4-bit training is not built yet", "--dtype bfloat16")
@@ -82,6 +81,10 @@ REFUSED: dict[str, tuple[str, str]] = {
     "--use-pytorch-profiler": ("profiling is not built yet", "python -m cProfile on a run with --tp 1 --pp 1 --dp 1"),
     "--use-legacy-models": ("there is one implementation of each family", _OUT),
     "--find-optimal-num-workers": ("workers follow from the cores and the size of the input", "--workers 8"),
+    "--overlap-moe-expert-parallel-comm": (
+        "tokens are under way while the shared expert computes, and not while another microbatch does",
+        "--moe-shared-expert-overlap",
+    ),
     "--yaml-cfg": ("config files are TOML", "--config run.toml"),
 }
 
@@ -108,9 +111,6 @@ ONLY: dict[str, tuple[tuple[str, ...], str, str]] = {
         "routers compute in float32, in float64 models in float64",
         "--moe-router-dtype fp32",
     ),
-    "--expert-model-parallel-size": (("1",), _EXPERT, "--expert-model-parallel-size 1"),
-    "--ep": (("1",), _EXPERT, "--ep 1"),
-    "--expert-tensor-parallel-size": (("1",), _EXPERT, "--expert-tensor-parallel-size 1"),
     "--num-distributed-optimizer-instances": (
         ("1",),
         "optimizer state is sharded over all of dp",

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import gcd
 
-from isotron.config.rules import Facts, Rule, asked, nearest_divisor
+from isotron.config.rules import Facts, Rule, asked, moved, nearest_divisor
 from isotron.config.schema import RunConfig, value
 from isotron.core.errors import Problem, Refused
 from isotron.core.nn.moe_config import MoEConfig, layer_pattern
@@ -75,11 +76,35 @@ def _groups(c: RunConfig, f: Facts) -> Problem:
 
 
 def _width(c: RunConfig, f: Facts) -> Problem:
-    m, tp = _moe(c), c.layout.tp
+    m, tp, etp = _moe(c), c.layout.tp, c.layout.expert_tp
     f_e, f_s = (m.expert_width, m.shared_width) if m else (0, 0)
-    case = f"every expert is split over tensor-parallel ranks: widths {f_e} and {f_s} (shared) over {tp} ranks"
-    fix = f"--moe-ffn-hidden-size {-(-f_e // tp) * tp} --moe-shared-expert-intermediate-size {-(-f_s // tp) * tp}"
-    return Problem(asked(c, "tp", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"), case, fix)
+    case = f"an expert of width {f_e} is split over {etp} ranks, and the shared one of width {f_s} over {tp}"
+    fix = f"--moe-ffn-hidden-size {-(-f_e // etp) * etp} --moe-shared-expert-intermediate-size {-(-f_s // tp) * tp}"
+    given = asked(c, "tp", *moved(c, "etp"), "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size")
+    return Problem(given, case, fix)
+
+
+def _stage_ranks(c: RunConfig) -> int:
+    """Ranks that hold a part of the same blocks."""
+    return c.layout.tp * c.layout.data_ranks
+
+
+def _fold(c: RunConfig, f: Facts) -> Problem:
+    n = _stage_ranks(c)
+    etp = nearest_divisor(n, c.layout.expert_tp)
+    case = (
+        f"the tp x cp x dp = {n} ranks of a pipeline stage are folded into etp x ep x copies, and "
+        f"{c.layout.expert_tp} x {c.layout.ep} does not divide {n}"
+    )
+    given = asked(c, "ep", *moved(c, "etp"), "tp", *moved(c, "cp"), "dp")
+    return Problem(given, case, f"--ep {nearest_divisor(n // etp, c.layout.ep)} --etp {etp}")
+
+
+def _deal(c: RunConfig, f: Facts) -> Problem:
+    e = value(c, "num_experts")
+    case = f"every rank holds as many experts, and {e} / {c.layout.ep} = {e / c.layout.ep:g}"
+    fits = gcd(e, max(1, _stage_ranks(c) // c.layout.expert_tp))
+    return Problem(asked(c, "ep", "num_experts"), case, f"--ep {nearest_divisor(fits, c.layout.ep)}")
 
 
 def _coefficient_idle(c: RunConfig, m: MoEConfig) -> bool:
@@ -95,8 +120,15 @@ EXPERT_RULES: tuple[Rule, ...] = (
          _of(lambda c, m: m.moe_router_topk > m.num_experts), _topk),
     Rule("groups of experts", ("moe_router_num_groups", "moe_router_group_topk", "moe_router_group_scores",
                                "num_experts", "moe_router_topk"), _of(_groups_broken), _groups),
-    Rule("tp divides experts", ("tp", "moe_ffn_hidden_size", "ffn_hidden_size", "moe_shared_expert_intermediate_size"),
-         _of(lambda c, m: m.expert_width % c.layout.tp != 0 or m.shared_width % c.layout.tp != 0), _width),
+    Rule("experts to be dealt", ("ep", "etp"),
+         lambda c, f: _moe(c) is None and (c.layout.ep > 1 or c.layout.etp > 0),
+         _problem("ep etp", "--ep 1 --etp 0", lambda c: "this model has no experts")),
+    Rule("ep divides experts", ("ep", "num_experts"), _of(lambda c, m: m.num_experts % c.layout.ep != 0), _deal),
+    Rule("experts fold the ranks", ("ep", "etp", "tp", "cp", "dp"),
+         _of(lambda c, m: _stage_ranks(c) % (c.layout.expert_tp * c.layout.ep) != 0), _fold),
+    Rule("tp divides experts",
+         ("tp", "etp", "moe_ffn_hidden_size", "ffn_hidden_size", "moe_shared_expert_intermediate_size"),
+         _of(lambda c, m: m.expert_width % c.layout.expert_tp != 0 or m.shared_width % c.layout.tp != 0), _width),
     Rule("padding needs a capacity", tuple(_CAPACITY.split()),
          _of(lambda c, m: m.moe_pad_expert_input_to_capacity and not m.moe_expert_capacity_factor),
          _problem(_CAPACITY, "--moe-expert-capacity-factor 1.25", lambda c: "without a capacity there is no size")),

@@ -7,7 +7,7 @@
 | reduce_scatter       | sum, keep own part of a dimension          | all_gather            | the same under SP        |
 | reduce_flat          | sum runs of a flat buffer to their owners  | (gradients)           | data.py: ZeRO-1          |
 | gather_flat          | owners' runs of a flat buffer to all       | (weights)             | data.py: ZeRO-1          |
-| all_to_all           | uneven runs from each rank to each         | (updates)             | optim/muon.py            |
+| all_to_all           | uneven runs from each rank to each         | all_to_all back       | experts, optim/muon.py   |
 | exchange             | one batch of sends and receives            | (boundaries)          | pipeline runtime         |
 | gather_json, barrier | small facts, also broadcast_json           |                       | checkpoints, start       |
 
@@ -182,10 +182,10 @@ def start_gather_flat(flat: Tensor, cuts: Sequence[int], group: Group) -> Pendin
 
 
 def start_all_to_all(flat: Tensor, sends: Sequence[int], receives: Sequence[int], group: Group) -> Pending:
-    """Send the next `sends[i]` elements of `flat` to rank i; what comes, `receives[i]` elements from rank i, in order."""
+    """Send the next `sends[i]` entries (of dimension 0) to rank i; what comes, `receives[i]` from rank i, in order."""
     if group.size == 1:
         return done(flat)
-    out = flat.new_empty(sum(receives))
+    out = flat.new_empty(sum(receives), *flat.shape[1:])
     work = dist.all_to_all_single(out, flat, list(receives), list(sends), group=group.handle, async_op=True)
     return Pending((work,), lambda: out)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import accumulate
 from math import prod
@@ -105,7 +105,10 @@ class Part:
 
 @dataclass(frozen=True)
 class Split:
-    """A tensor split along `dim` over the mesh axis `axis`, section by section."""
+    """A tensor split along `dim` over the mesh axis `axis`, section by section.
+
+    Axes are named as in `mesh.py`; a mesh without an expert view of its own (`etp`) splits experts over `tp`.
+    """
 
     dim: int
     parts: tuple[Part, ...]
@@ -119,7 +122,8 @@ class Rule:
     pattern: glob on global parameter names. shape: global, without padding. split: None = whole on every rank.
     region: what the activation that meets the parameter is split over, "sequence" (split over TP under sequence
     parallelism only) or "heads" (always split over TP). init: "normal", "zeros" or "ones", with `std` for "normal".
-    decay: whether weight decay applies. buffer: no parameter; float32 or wider, without a gradient, saved.
+    decay: whether weight decay applies. buffer: no parameter; float32 or wider, without a gradient, saved. experts: the
+    rows are those of so many experts, one below the other, and runs of experts are dealt over the axis `ep`.
     """
 
     pattern: str
@@ -130,6 +134,7 @@ class Rule:
     std: float = 0.0
     decay: bool = True
     buffer: bool = False
+    experts: int = 0
 
 
 @dataclass(frozen=True)
@@ -167,10 +172,29 @@ class Shard:
 
 def shard(rule: Rule, coordinate: Mapping[str, int], sizes: Mapping[str, int]) -> Shard:
     """The shard of `rule`'s tensor at a mesh coordinate (axis name -> index) of a mesh (axis name -> size)."""
+    ways = sizes.get("ep", 1) if rule.experts else 1
+    if ways == 1:
+        return _split(rule, coordinate, sizes)
+    if rule.experts % ways:
+        raise ValueError(f"{rule.pattern}: {rule.experts} experts cannot be dealt to {ways} ranks")
+    height, split = rule.shape[0] // ways, rule.split
+    if split is not None and split.dim == 0:
+        split = replace(split, parts=split.parts[: len(split.parts) // ways])
+    one = _split(replace(rule, shape=(height, *rule.shape[1:]), split=split), coordinate, sizes)
+    corner = (coordinate["ep"] * height, *(0 for _ in rule.shape[1:]))
+    pieces = (Piece(piece.global_box.shifted(corner), piece.local_box) for piece in one.pieces)
+    return Shard(rule.shape, one.shape, tuple(pieces), one.replicas)
+
+
+def _split(rule: Rule, coordinate: Mapping[str, int], sizes: Mapping[str, int]) -> Shard:
+    """The shard of a tensor over the axis of its split; without one it is whole on every rank of the axis."""
     shape = rule.shape
+    axis = rule.split.axis if rule.split is not None else "etp" if rule.experts else "tp"
+    axis = axis if axis in sizes else "tp"
+    index, of = coordinate[axis], sizes[axis]
     if rule.split is None:
-        return Shard(shape, shape, (Piece(whole(shape), whole(shape)),), ((coordinate["tp"], sizes["tp"]),))
-    dim, index, of = rule.split.dim, coordinate[rule.split.axis], sizes[rule.split.axis]
+        return Shard(shape, shape, (Piece(whole(shape), whole(shape)),), ((index, of),))
+    dim = rule.split.dim
     pieces, replicas = [], []
     global_start = local_start = 0
     for part in rule.split.parts:
@@ -197,8 +221,9 @@ def _joined(pieces: list[Piece], replicas: list[tuple[int, int]], dim: int) -> t
     for piece, replica in zip(pieces, replicas, strict=True):
         if found and found[-1][1] == replica:
             ends = [_grown(a, b, dim) for a, b in zip(_boxes(found[-1][0]), _boxes(piece), strict=True)]
-            if None not in ends:
-                found[-1] = Piece(*ends), replica
+            joined = [box for box in ends if box is not None]
+            if len(joined) == len(ends):
+                found[-1] = Piece(*joined), replica
                 continue
         found.append((piece, replica))
     return tuple(p for p, _ in found), tuple(r for _, r in found)

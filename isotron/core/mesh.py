@@ -1,13 +1,15 @@
 """Ranks -> coordinates and process groups.
 
 A mesh names the axes of the world; the first axis varies fastest, which keeps tensor-parallel ranks inside one machine.
+The ranks of a pipeline stage have two views: the dense one (tp, cp, dp) of everything that all tokens pass, and the
+expert one (etp, ep, edp) of experts, folded anew from the same ranks.
 Groups are values handed to whoever needs them; there is no registry. A group of one rank has no process group behind it
 and every collective over it is the identity, so code never asks whether an axis is in use.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -15,6 +17,7 @@ from math import prod
 import torch.distributed as dist
 
 AXES = ("tp", "cp", "dp", "pp")
+EXPERT_AXES = ("etp", "ep", "edp", "pp")
 
 
 @dataclass(frozen=True)
@@ -34,49 +37,62 @@ class Group:
 ALONE = Group((0,), 0)
 
 
-def coordinate_of(rank: int, sizes: Mapping[str, int]) -> dict[str, int]:
-    """Mesh coordinate of a rank."""
+def coordinate_of(rank: int, sizes: Mapping[str, int], axes: Sequence[str] = AXES) -> dict[str, int]:
+    """Mesh coordinate of a rank in one of the views."""
     where = {}
-    for axis in AXES:
+    for axis in axes:
         rank, where[axis] = divmod(rank, sizes[axis])
     return where
 
 
-def rank_of(coordinate: Mapping[str, int], sizes: Mapping[str, int]) -> int:
-    """Rank at a mesh coordinate."""
+def rank_of(coordinate: Mapping[str, int], sizes: Mapping[str, int], axes: Sequence[str] = AXES) -> int:
+    """Rank at a mesh coordinate of one of the views."""
     rank = 0
-    for axis in reversed(AXES):
+    for axis in reversed(axes):
         rank = rank * sizes[axis] + coordinate[axis]
     return rank
+
+
+def folded(sizes: Mapping[str, int]) -> dict[str, int]:
+    """Sizes of all axes of both views; `edp` is what `etp` (as many as tp unless given) and `ep` leave of a stage."""
+    dense = {axis: sizes.get(axis, 1) for axis in AXES}
+    etp, ep = sizes.get("etp", dense["tp"]), sizes.get("ep", 1)
+    edp, rest = divmod(dense["tp"] * dense["cp"] * dense["dp"], etp * ep)
+    if rest or not edp:
+        raise ValueError(f"{dense['tp']} x {dense['cp']} x {dense['dp']} ranks cannot be folded into {etp} x {ep} x n")
+    return {**dense, "etp": etp, "ep": ep, "edp": edp}
 
 
 class Mesh:
     """The world as a grid, seen from one rank.
 
-    `sizes` and `coordinate` map axis -> size and axis -> index. Every rank must ask for the same groups in the same
-    order; only the members of a group take part in making it.
+    `sizes` and `coordinate` map axis -> size and axis -> index, of both views. Every rank must ask for the same groups
+    in the same order; only the members of a group take part in making it.
     """
 
     def __init__(self, rank: int = 0, **sizes: int) -> None:
-        self.sizes = {axis: sizes.get(axis, 1) for axis in AXES}
+        self.sizes = folded(sizes)
         self.rank = rank
-        self.size = prod(self.sizes.values())
-        self.coordinate = coordinate_of(rank, self.sizes)
+        self.size = prod(self.sizes[axis] for axis in AXES)
+        self.coordinate = coordinate_of(rank, self.sizes) | coordinate_of(rank, self.sizes, EXPERT_AXES)
         self._made: dict[tuple[int, ...], Group] = {}
         self.axes: dict[tuple[str, ...], Group] = {}
-        for axes in (("tp",), ("cp",), ("dp",), ("pp",), ("cp", "dp"), AXES):
+        for axes in (("tp",), ("cp",), ("dp",), ("pp",), ("cp", "dp"), AXES, ("etp", "ep"), ("edp",)):
             self.axes[axes] = self.group_of(self.ranks_along(*axes))
 
     def ranks_along(self, *axes: str) -> tuple[int, ...]:
-        """Ranks that differ from this one only along `axes`, first axis fastest."""
-        ordered = [a for a in AXES if a in axes]
+        """Ranks that differ from this one only along `axes` (of one view), first axis fastest."""
+        view = _view(axes)
+        ordered = [a for a in view if a in axes]
         steps = product(*(range(self.sizes[a]) for a in reversed(ordered)))
         move = (dict(zip(reversed(ordered), step, strict=True)) for step in steps)
-        return tuple(rank_of({**self.coordinate, **m}, self.sizes) for m in move)
+        return tuple(rank_of({**self.coordinate, **m}, self.sizes, view) for m in move)
 
     def group(self, *axes: str) -> Group:
-        """The group along some axes; `group("tp")`, `group("cp", "dp")`, `group(*AXES)` for the world."""
-        return self.axes[tuple(a for a in AXES if a in axes)]
+        """The group along some axes; `group("tp")`, `group("cp", "dp")`, `group(*AXES)` for the world; `group("edp")`,
+        `group("etp", "ep")` for experts.
+        """
+        return self.axes[tuple(a for a in _view(axes) if a in axes)]
 
     def apart(self) -> Group:
         """All ranks once more, over the CPU's back end: for a thread that communicates beside the main one."""
@@ -102,3 +118,8 @@ class Mesh:
         if len(ranks) == self.size:
             return dist.group.WORLD
         return dist.new_group(list(ranks), use_local_synchronization=True)
+
+
+def _view(axes: Iterable[str]) -> tuple[str, ...]:
+    """The axes among which these are."""
+    return AXES if set(axes) <= set(AXES) else EXPERT_AXES

@@ -32,7 +32,8 @@ class Job:
     def of(run: RunConfig) -> Job:
         """The job of a finished run config."""
         t = run.train
-        return Job(run.model, run.layout, run.data.seq_length, t.micro_batch_size, t.global_batch_size, t.dtype)
+        sizes = run.data.seq_length, t.micro_batch_size, t.global_batch_size
+        return Job(run.model, run.layout, *sizes, t.dtype, run.layout.ep)
 
     @property
     def element(self) -> int:
@@ -82,9 +83,8 @@ class Job:
     @property
     def unbuilt(self) -> tuple[str, ...]:
         """What this job needs that isotron does not have; empty for a job that can be run."""
-        found = [f"expert parallelism (ep {self.ep})"] if self.ep > 1 else []
         reason = getattr(self.config, "unbuilt", "")
-        return tuple([*found, reason] if reason else found)
+        return (reason,) if reason else ()
 
     @property
     def simulated(self) -> int:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields
 from math import prod
 
 from isotron.core.parallel.pipeline.actions import Kind, Schedule
+from isotron.core.parallel.plan import Layout
 from isotron.planner.activations import block_bytes, stage_bytes
 from isotron.planner.job import Job
 from isotron.planner.parameters import StagePart, rank_stages
@@ -52,12 +53,19 @@ class Bytes:
 
 def states(job: Job, parts: Sequence[StagePart], dp_rank: int | None = None) -> Bytes:
     """The exact bytes of a rank's state; without `dp_rank` those of the data-parallel rank that has most."""
-    ways, zero = job.layout.shard_ranks, job.layout.zero_stage
+    layout, zero = job.layout, job.layout.zero_stage
     whole = sum(p.elements for p in parts)
-    own = max(sum(p.run(i) for p in parts) for i in (range(ways) if dp_rank is None else (dp_rank % ways,)))
+    ranks = range(layout.data_ranks) if dp_rank is None else (dp_rank,)
+    own = max(sum(p.run(*_runs(layout, rank)) for p in parts) for rank in ranks)
     weights, gradients = (whole if zero < 3 else own), (whole if zero < 2 else own)
     masters = own * job.wide if job.wide != job.element else 0
     return Bytes(weights * job.element, gradients * job.wide, masters, 2 * own * job.wide)
+
+
+def _runs(layout: Layout, dp_rank: int) -> tuple[int, int]:
+    """Which runs of what all tokens pass and of experts the first tensor-parallel rank of a data-parallel one steps."""
+    copy = dp_rank * layout.tp // (layout.expert_tp * layout.ep)
+    return dp_rank % layout.shard_ranks, copy % layout.expert_shard_ranks
 
 
 def plan_memory(job: Job, context: float = 0.0) -> list[Bytes]:

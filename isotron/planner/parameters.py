@@ -15,7 +15,7 @@ from math import prod
 from typing import Any
 
 from isotron.core.layout import Placed, Table, shard
-from isotron.core.parallel.buckets import DENSE, Span, cut_buckets
+from isotron.core.parallel.buckets import DENSE, EXPERTS, Span, cut_buckets
 from isotron.core.parallel.plan import Layout, split_layers
 from isotron.core.parallel.split import model_costs
 
@@ -49,9 +49,12 @@ class StagePart:
         """Weights held, padding and replicas included."""
         return sum(prod(p.shard.shape) for p in self.placed.values())
 
-    def run(self, index: int) -> int:
-        """Elements that rank `index` of those that share the shards steps."""
-        return sum(b - a for a, b in (s.run(index) for s in self.spans))
+    def run(self, index: int, of_experts: int) -> int:
+        """Elements that a rank steps: number `index` of those that share the shards, `of_experts` of those that share
+        the experts'.
+        """
+        runs = (s.run(of_experts if s.kind.group == EXPERTS else index) for s in self.spans)
+        return sum(b - a for a, b in runs)
 
 
 @lru_cache(maxsize=4096)
@@ -72,8 +75,8 @@ def _part(table: Table, number: int, layers: range, layout: Layout, tp_rank: int
     """`both`: the rank also holds the first stage, which then owns what the last one is tied to."""
     first, last = number == 0, number == layout.stages - 1
     tied = dict(table.ties)
-    sizes = {"tp": layout.tp, "pp": layout.pp, "dp": max(layout.dp, 1), "cp": layout.cp}
-    coordinate = {**dict.fromkeys(sizes, 0), "tp": tp_rank}
+    sizes = layout.axes
+    coordinate = {**dict.fromkeys(sizes, 0), "tp": tp_rank, "etp": tp_rank % layout.expert_tp}
     placed = {}
     for name in stage_names(table, layers, first, last):
         canonical = table.canonical(name)
@@ -85,7 +88,8 @@ def _part(table: Table, number: int, layers: range, layout: Layout, tp_rank: int
     classes = layout.classes(tie)
     shapes = {n: p.shard.shape for n, p in placed.items()}
     kinds = {n: classes.of(n, p) for n, p in placed.items()}
-    spans = cut_buckets(shapes, kinds, layout.ddp_bucket_size, {DENSE: layout.shard_ranks})
+    ways = {DENSE: layout.shard_ranks, EXPERTS: layout.expert_shard_ranks}
+    spans = cut_buckets(shapes, kinds, layout.ddp_bucket_size, ways)
     order = [n for span in spans for n in span.names]
     return StagePart(number, layers, {n: placed[n] for n in order}, tuple(spans))
 

@@ -92,7 +92,7 @@ def _prepare(
         say(f"isotron: {line}")
     config = with_vocabulary(config, tokenizer)
     layout = config.layout
-    mesh = Mesh(world.rank, tp=layout.tp, cp=layout.cp, dp=layout.dp, pp=layout.pp)
+    mesh = Mesh(world.rank, **layout.axes)
     dtype = devices.dtype_of(config.train.dtype)
     model = ParallelModel(config.model, layout, mesh, dtype, device, config.train.seed, config.optim.freeze)
     scale_initial(model, config.optim)

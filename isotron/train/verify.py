@@ -176,7 +176,7 @@ def measure(case: Case) -> Measured:
     """Train `case.steps` steps in its layout on the ranks of this world; complete on the first rank."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     layout = case.layout
-    mesh = Mesh(rank, tp=layout.tp, cp=layout.cp, dp=max(layout.dp, 1), pp=layout.pp)
+    mesh = Mesh(rank, **layout.axes)
     dtype = getattr(torch, case.dtype)
     model = ParallelModel(
         case.model, layout, mesh, dtype, devices.resolve(case.device, mesh.rank), case.seed, case.frozen

@@ -50,6 +50,13 @@ BOTH_SIDES: dict[str, tuple[str, str, dict]] = {
                           "--num-experts 8 --moe-router-num-groups 4 --moe-router-group-topk 1", {}),
     "tp divides experts": ("--num-experts 4 --tp 2 --moe-ffn-hidden-size 33",
                            "--num-experts 4 --tp 2 --moe-ffn-hidden-size 34", {}),
+    "experts to be dealt": ("--ep 2 --dp 2", "--num-experts 4 --ep 2 --dp 2", {}),
+    "ep divides experts": ("--num-experts 6 --ep 4 --dp 4", "--num-experts 8 --ep 4 --dp 4", {}),
+    "experts fold the ranks": ("--num-experts 4 --ep 4 --dp 2 --tp 2", "--num-experts 4 --ep 4 --etp 1 --dp 2 --tp 2",
+                               {}),
+    "shards divide the experts' ranks": ("--num-experts 4 --dp 4 --tp 3 --num-attention-heads 3 --head-dim 16 --ep 2 "
+                                         "--etp 2 --zero-shard-size 2 --hidden-size 48 --ffn-hidden-size 48",
+                                         "--num-experts 4 --dp 4 --tp 2 --ep 2 --etp 1 --zero-shard-size 2", {}),
     "padding needs a capacity": ("--num-experts 4 --moe-pad-expert-input-to-capacity",
                                  "--num-experts 4 --moe-pad-expert-input-to-capacity "
                                  "--moe-expert-capacity-factor 1.0", {}),

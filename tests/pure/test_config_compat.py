@@ -54,6 +54,9 @@ def refusal(line):
          {"num_experts": 8, "moe_router_load_balancing_type": "sequence", "moe_norm_topk_prob": False}),
         ("--num-experts 8 --moe-router-load-balancing-type aux_loss --moe-router-dtype fp32 --moe-layer-freq [0]+[1]",
          {"moe_router_load_balancing_type": "batch", "moe_layer_freq": "[0]+[1]"}),
+        ("--num-experts 8 --expert-model-parallel-size 4 --expert-tensor-parallel-size 1 --data-parallel-size 4 "
+         "--moe-token-dispatcher-type allgather --moe-shared-expert-overlap",
+         {"ep": 4, "etp": 1, "moe_token_dispatcher_type": "allgather"}),
         ("--kv-channels 32 --rotary-base 500000", {"head_dim": 32, "rope_theta": 500000.0}),
         ("--layernorm-epsilon 1e-6", {"norm_epsilon": 1e-6}),
         ("--family gpt --openai-gelu", {"activation": "gelu_tanh"}),

@@ -29,8 +29,10 @@ def build(case: Case) -> ParallelModel:
     """A model with random weights in the case's layout."""
     where = case.layout
     rank = dist.get_rank() if dist.is_initialized() else 0
-    mesh = Mesh(rank, tp=where.tp, cp=where.cp, dp=max(where.dp, 1), pp=where.pp)
-    model = ParallelModel(case.model, where, mesh, getattr(torch, case.dtype), torch.device("cpu"), case.seed, case.frozen)
+    mesh = Mesh(rank, **where.axes)
+    model = ParallelModel(
+        case.model, where, mesh, getattr(torch, case.dtype), torch.device("cpu"), case.seed, case.frozen
+    )
     randomise(model, case.seed + 1)
     return model
 

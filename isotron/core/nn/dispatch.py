@@ -49,7 +49,11 @@ class Dispatcher(Protocol):
     """What a block with experts needs."""
 
     def dispatch(self, x_BSD: Tensor, routing: Routing) -> Sent:
-        """Tokens to where their experts are."""
+        """Tokens to where their experts are; they may still be under way."""
+        ...
+
+    def arrive(self, sent: Sent) -> Sent:
+        """The same, arrived: rows sorted by expert."""
         ...
 
     def combine(self, y_ND: Tensor, sent: Sent) -> Tensor:
@@ -174,18 +178,33 @@ def rows_of_visits(weights_BSK: Tensor, order: Order) -> Tensor:
 
 
 class Local:
-    """Experts that are all held here. `enter` and `leave`: of ranks that split every expert's width."""
+    """Tokens of this rank meet the experts `held` here, all of them unless said otherwise.
 
-    def __init__(self, enter: Socket | None = None, leave: Socket | None = None) -> None:
-        self.enter, self.leave = enter, leave
+    `enter` and `leave`: of ranks that see their tokens together, because they split every expert's width or hold
+    different experts. `sequences`: how many times a rank's own sequences they see.
+    """
+
+    def __init__(
+        self, enter: Socket | None = None, leave: Socket | None = None, held: range | None = None, sequences: int = 1
+    ) -> None:
+        self.enter, self.leave, self.held, self.sequences = enter, leave, held, sequences
 
     def dispatch(self, x_BSD: Tensor, routing: Routing) -> Sent:
         """Rows of all tokens that the ranks see together."""
         x, weights, experts = (through(t, self.enter) for t in (x_BSD, routing.weights_BSK, routing.experts_BSK))
-        k, slots = experts.shape[2], routing.capacity * len(x)
-        order = sort_by_expert(experts.reshape(-1, k), routing.num_experts, routing.drops, slots)
+        k, slots = experts.shape[2], routing.capacity * len(x) * self.sequences
+        number, drops = routing.num_experts, routing.drops
+        if self.held is not None and len(self.held) < number:
+            own = (experts >= self.held.start) & (experts < self.held.stop)
+            number, drops = len(self.held), True
+            experts = (experts - self.held.start).masked_fill(~own, number)
+        order = sort_by_expert(experts.reshape(-1, k), number, drops, slots)
         rows = spread(x.reshape(-1, x.shape[2]), order)
         return Sent(rows, rows_of_visits(weights, order), order.counts_E, (order, x.shape))
+
+    def arrive(self, sent: Sent) -> Sent:
+        """Nothing is under way."""
+        return sent
 
     def combine(self, y_ND: Tensor, sent: Sent) -> Tensor:
         """x_BSD."""

@@ -45,6 +45,7 @@ class MoE(nn.Module):
         self.experts.recompute = self.recompute
         sent = self.dispatcher.dispatch(x, self.router(x, ctx))
         shared = self._shared(x)  # while the tokens are on their way
+        sent = self.dispatcher.arrive(sent)
         y = self.dispatcher.combine(self.experts(sent.rows_ND, sent.weights_N, sent.counts_E), sent)
         return y if shared is None else y + shared
 

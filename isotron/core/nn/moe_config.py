@@ -170,8 +170,10 @@ def expert_rules(cfg: Any, dense: Sequence[Rule], std: float, out_std: float) ->
     mlp = "layers.*.mlp"
     rules = [
         Rule(f"{mlp}.router.weight", (e, d), std=std),
-        Rule(f"{mlp}.experts.gate_up.weight", (2 * e * f, d), Split(0, (Part(f), Part(f)) * e), std=std),
-        Rule(f"{mlp}.experts.down.weight", (e * d, f), Split(1, (Part(f),)), std=out_std),
+        Rule(
+            f"{mlp}.experts.gate_up.weight", (2 * e * f, d), Split(0, (Part(f), Part(f)) * e, "etp"), std=std, experts=e
+        ),
+        Rule(f"{mlp}.experts.down.weight", (e * d, f), Split(1, (Part(f),), "etp"), std=out_std, experts=e),
     ]
     if cfg.moe_router_enable_expert_bias:
         rules.append(Rule(f"{mlp}.router.expert_bias", (e,), init="zeros", decay=False, buffer=True))

@@ -15,7 +15,12 @@ from math import prod
 from isotron.core.layout import Box, Ints, Placed, cut, rows
 
 IsPartial = Callable[[Placed, int], bool]
-DENSE = "dense"
+DENSE, EXPERTS = "dense", "experts"
+
+
+def group_of(placed: Placed) -> str:
+    """Whose gradients meet: experts live on other ranks than what all tokens pass."""
+    return EXPERTS if placed.rule.experts else DENSE
 
 
 @dataclass(frozen=True)
@@ -48,6 +53,11 @@ class Span:
     kind: Class
     names: tuple[str, ...]
 
+    @property
+    def ways(self) -> int:
+        """Ranks that share the bucket."""
+        return len(self.cuts) - 1
+
     def run(self, index: int) -> tuple[int, int]:
         """Elements of the rank `index` among those that share the bucket."""
         return self.cuts[index], self.cuts[index + 1]
@@ -71,7 +81,7 @@ class Classes:
     by_unit: bool = False
     split_early: bool = False
     frozen: tuple[str, ...] = ()
-    group_of: Callable[[Placed], str] = lambda placed: DENSE
+    group_of: Callable[[Placed], str] = group_of
     unit_of: Callable[[str], str] = unit_of
 
     def of(self, name: str, placed: Placed) -> Class:

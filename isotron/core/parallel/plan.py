@@ -76,6 +76,13 @@ class Layout:
     hierarchical_cp_sizes: tuple[int, ...] = option(
         (), "under a2a+p2p, ranks of an all-to-all and ranks of a ring; their product is cp"
     )
+    ep: int = option(1, "expert-parallel ranks: the experts of every block are dealt to them")
+    etp: int = option(0, "ranks over which the width of each expert is split; 0 means tp")
+    moe_token_dispatcher_type: str = option(
+        "alltoall",
+        "how tokens meet experts of other ranks: alltoall sends each to the ranks of its experts, allgather all to all",
+        choices=("alltoall", "allgather"),
+    )
     attention_backend: str = option(
         "auto",
         "attention kernels: auto (flash where nothing hinders it), flash, fused (any fused kernel of torch), unfused "
@@ -145,6 +152,29 @@ class Layout:
     def world(self) -> int:
         """Ranks in all (dp must be known)."""
         return self.tp * self.pp * self.cp * max(self.dp, 1)
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """Sizes of the mesh axes (dp must be known)."""
+        return {
+            "tp": self.tp, "cp": self.cp, "dp": max(self.dp, 1), "pp": self.pp, "etp": self.expert_tp, "ep": self.ep
+        }  # fmt: skip
+
+    @property
+    def expert_tp(self) -> int:
+        """Ranks over which the width of an expert is split."""
+        return self.etp or self.tp
+
+    @property
+    def expert_data_ranks(self) -> int:
+        """Ranks that hold the same part of the same experts."""
+        return max(1, self.tp * self.data_ranks // (self.expert_tp * self.ep))
+
+    @property
+    def expert_shard_ranks(self) -> int:
+        """Of those, the ranks over which a tensor is sharded."""
+        whole = self.expert_data_ranks
+        return min(self.zero_shard_size or whole, whole) if self.zero_stage else 1
 
     def cp_type(self, layer: int) -> str:
         """How a block's keys and values travel under context parallelism."""

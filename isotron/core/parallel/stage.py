@@ -24,7 +24,7 @@ from isotron.core.nn.block import PreNormBlock
 from isotron.core.nn.decoder import Decoder
 from isotron.core.nn.dropout import Dropout
 from isotron.core.nn.router import Router
-from isotron.core.parallel.buckets import DENSE, is_frozen, partial_pieces, partial_rule
+from isotron.core.parallel.buckets import DENSE, EXPERTS, is_frozen, partial_pieces, partial_rule
 from isotron.core.parallel.context import fill_context
 from isotron.core.parallel.data import Flat, Partial
 from isotron.core.parallel.expert import fill_experts
@@ -136,11 +136,14 @@ def _make_buffers(module: nn.Module, table: Table, dtype: torch.dtype, device: t
 def sharding_of(layout: Layout, mesh: Mesh, tie: str | None, frozen: tuple[str, ...]) -> Sharding:
     """What is sharded, over which ranks."""
     dp = mesh.group("cp", "dp")
-    dense = sharing(dp.ranks, mesh.rank, mesh.group_of, layout.shard_ranks)
+    groups = {
+        DENSE: sharing(dp.ranks, mesh.rank, mesh.group_of, layout.shard_ranks),
+        EXPERTS: sharing(mesh.group("edp").ranks, mesh.rank, mesh.group_of, layout.expert_shard_ranks),
+    }
     transport = None if layout.grad_reduce_dtype == "auto" else devices.dtype_of(layout.grad_reduce_dtype)
     classes = layout.classes(tie, frozen)
     overlap = layout.overlap_grad_reduce
-    return Sharding(layout.zero_stage, {DENSE: dense}, layout.ddp_bucket_size, classes, overlap, transport)
+    return Sharding(layout.zero_stage, groups, layout.ddp_bucket_size, classes, overlap, transport)
 
 
 def units_of(module: Decoder, layout: Layout, flats: list[Flat]) -> Units:
