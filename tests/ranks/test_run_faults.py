@@ -194,14 +194,14 @@ def poisoned(cfg: Any, run_dir: str, steps: list[int]) -> int:
     """A run in which the last rank's weights are NaN during some steps; the exit code."""
     original, count = loop.train_step, iter(range(1, 10**6))
 
-    def train_step(model: Any, *rest: Any) -> Any:
+    def train_step(model: Any, *rest: Any, **named: Any) -> Any:
         model.wait_weights()
         flat = list(model.stages.values())[-1].flat
         before = flat.weights.clone()
         hurt = next(count) in steps and model.mesh.rank == model.mesh.size - 1
         if hurt:
             flat.weights.fill_(math.nan)
-        result = original(model, *rest)
+        result = original(model, *rest, **named)
         if hurt:
             assert torch.isnan(flat.weights).all()
             flat.weights.copy_(before)

@@ -115,6 +115,7 @@ def _weight_gradient(sink: GradSink | None, like: Tensor, dy_NO: Tensor, x_NI: T
 
     def deliver() -> None:
         _outer(dy_NO, x_NI, groups, sink.buffer.view(shape), sink.fresh)
+        sink.fresh = False
         sink.written()
 
     if sink.later is not None:
