@@ -42,8 +42,11 @@ def test_the_same_numbers(ranks: Callable[..., list[Any]], mode: str) -> None:
     assert not faults(ranks(layout.world, measure, case)[0], reference_of(case))
 
 
-@pytest.mark.parametrize("name", ["llama-tiny", "gpt-tiny"])
-@pytest.mark.parametrize("mode", MODES)
+# gated and plain MLPs, explicit probabilities in the second
+PLANNED = [*(("gpt-tiny", mode) for mode in MODES), ("llama-tiny", "mlp and norms"), ("llama-tiny", "block")]
+
+
+@pytest.mark.parametrize(("name", "mode"), PLANNED)
 def test_the_planned_bytes(ranks: Callable[..., list[Any]], name: str, mode: str) -> None:
     layout = Layout(**{"dp": 1, "make_vocab_size_divisible_by": 1, **MODES[mode]})
     job = job_of(name, layout, "bfloat16", 0.1 if name == "gpt-tiny" and layout.tp == 1 else 0.0)
