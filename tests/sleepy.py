@@ -57,7 +57,7 @@ def stage(number: int, stages: int, times: Times) -> Any:
     module = SleepyModule(number == 0, number == stages - 1, times)
     flat = SimpleNamespace(sinks={"nap": module.sink}, watch=lambda: None, start_reduce=lambda: None)
     shapes = {"hidden": ((1, 4), torch.float32)}
-    return SimpleNamespace(module=module, flat=flat, boundary_shapes=lambda _: shapes)
+    return SimpleNamespace(module=module, flat=flat, boundary_shapes=lambda _: shapes, settle=lambda backward: None)
 
 
 def run_step(name: str, p: int, m: int, v: int, times: Times) -> list[list[Any]]:

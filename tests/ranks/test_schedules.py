@@ -11,6 +11,7 @@ import pytest
 from isotron.core.parallel.plan import Layout
 from isotron.train.verify import Case, Measured, measure
 from tests.matrix import MODELS, faults, reference_of
+from tests.moe_matrix import MODELS as EXPERTS
 
 Ranks = Callable[..., list[Any]]
 
@@ -19,6 +20,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "1f1b": {},
     "interleaved": {"vpp": 2},
     "interleaved-group3": {"schedule": "interleaved", "vpp": 2, "microbatch_group": 3},
+    "interleaved-group1": {"schedule": "interleaved", "vpp": 2, "microbatch_group": 1},
     "breadth-first": {"vpp": 2},
     "zb-h1": {},
     "zb-h2": {},
@@ -69,6 +71,30 @@ def test_four_pipeline_ranks(ranks: Ranks, schedule: str) -> None:
     layout = Layout(dp=1, pp=4, schedule=schedule, make_vocab_size_divisible_by=8, **SCHEDULES[schedule])
     case = Case(MODELS["llama-tied"], layout, 16, 1, 1, steps=2, batch_multiples=(9, 2))
     found: Measured = ranks(4, measure, case, timeout=120)[0]
+    assert not faults(found, reference_of(case)) and found.differing == []
+
+
+FURTHER: dict[str, tuple[Any, dict[str, Any]]] = {
+    "zbv-zero3": (MODELS["gpt"], {"schedule": "zbv", "dp": 2, "zero": 3}),
+    "dualpipev-zero2": (MODELS["llama-tied"], {"schedule": "dualpipev", "dp": 2, "zero": 2}),
+    "zb-h1-cp2": (MODELS["llama"], {"schedule": "zb-h1", "cp": 2}),
+    "zbv-experts": (EXPERTS["groups"], {"schedule": "zbv", "ep": 2, "dp": 2, "layers_per_stage": (1, 0, 1, 1)}),
+    "mtp-uneven": (EXPERTS["mla"], {"layers_per_stage": (1, 2)}),
+    "mtp-interleaved": (EXPERTS["mla"], {"schedule": "interleaved", "vpp": 2, "layers_per_stage": (1, 0, 2, 0)}),
+    "mtp-zbv": (EXPERTS["mla"], {"schedule": "zbv", "layers_per_stage": (0, 2, 1, 0)}),
+    "mtp-zb-h2": (EXPERTS["mla"], {"schedule": "zb-h2"}),
+    "searched-own-costs": (EXPERTS["global"], {"schedule": "auto", "schedule_memory": 2.0, "vpp": 2,
+                                                "layers_per_stage": (0, 1, 1, 1)}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FURTHER)
+def test_further_features(ranks: Ranks, name: str) -> None:
+    """Sharded weights, split sequences, experts, modules behind the last block; costs counted from the model."""
+    model, sizes = FURTHER[name]
+    layout = Layout(**{"dp": 1, "pp": 2, "make_vocab_size_divisible_by": 8, "ddp_bucket_size": 3000, **sizes})
+    case = Case(model, layout, 16, 1, 4 * layout.dp, steps=2)
+    found: Measured = ranks(layout.world, measure, case, timeout=120)[0]
     assert not faults(found, reference_of(case)) and found.differing == []
 
 

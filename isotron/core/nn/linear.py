@@ -49,13 +49,15 @@ class GradSink:
 
     The buffer is given, or opened by `provide` at the first write and let go by `close`.
     `fresh` means that the buffer holds nothing yet, so the first write replaces instead of adding. `later`, when a
-    list, takes the weight-gradient work instead of doing it. `on_write` is called after each contribution when set.
+    list, takes the weight-gradient work instead of doing it; `defers` says before a forward that it will be one in the
+    backward. `on_write` is called after each contribution when set.
     """
 
     def __init__(self, buffer: Tensor | None = None, provide: Callable[[], Tensor] | None = None) -> None:
         self._buffer, self._provide = buffer, provide
         self.fresh = True
         self.later: list[Callable[[], None]] | None = None
+        self.defers = False
         self.on_write: Callable[[GradSink], None] | None = None
 
     @property

@@ -5,6 +5,9 @@ Legend: N tokens (B x S), D hidden, V vocabulary rows held here, C tokens of one
 Every token's weight in the loss is known before the backward, so the gradients of a chunk are formed while its logits
 are at hand: three matrix products per chunk, no logits kept, none computed twice. With a vocabulary split over ranks
 each rank holds its columns and the ranks exchange three numbers per token. Padding rows are left out of the sums.
+
+Where a pipeline table has the weight gradient stand apart, and the logits of a microbatch are one chunk, their gradient
+is kept until then instead.
 """
 
 from __future__ import annotations
@@ -97,13 +100,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
         flat, y, m = full.reshape(-1, full.shape[-1]), labels.flatten(), mask.flatten()
         sink = sink_of(w)
         dx = torch.empty_like(flat) if need_x else None
-        dw = _Accumulator(w, sink) if need_w else None
         scale = weight if sink is not None else 1.0
         total = torch.zeros((), dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
         step = min(len(flat), max(16, CHUNK_BYTES // (w.element_size() * max(1, w.shape[0]))))
         buffer = torch.empty(step, real, dtype=flat.dtype, device=flat.device)
         # float16 has no room for small probabilities times a small weight: they are scaled before they are rounded
         inside = w.dtype == torch.float16
+        ctx.kept = None
+        waits = need_w and sink is not None and sink.defers and len(flat) <= step
+        dw = _Accumulator(w, sink) if need_w and not waits else None
         for start in range(0, len(flat), step):
             part = slice(start, start + step)
             rows, row = flat[part], m[part].to(total.dtype)[:, None]
@@ -114,19 +119,21 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 torch.mm(logits, w[:real], out=dx[part])
                 if not inside:
                     dx[part].mul_(row * scale)
-            if dw is not None:
-                dw.add(logits, rows if inside else rows * row.to(rows.dtype), real, 1.0 if inside else scale)
-        ctx.enter, ctx.scale, ctx.in_sink = enter, scale, sink is not None and need_w
-        kept = None if dw is None or ctx.in_sink else dw.buffer
-        ctx.save_for_backward(None if dx is None else dx.view_as(full), kept)
-        if dw is not None and sink is not None:
-            ctx.sink = sink
+            if need_w:
+                factors = logits, rows if inside else rows * row.to(rows.dtype), real, 1.0 if inside else scale
+                if dw is None:
+                    ctx.kept = factors
+                else:
+                    dw.add(*factors)
+        ctx.enter, ctx.scale, ctx.sink = enter, scale, sink if need_w else None
+        formed = None if dw is None or ctx.sink is not None else dw.buffer
+        ctx.save_for_backward(None if dx is None else dx.view_as(full), formed)
         return total
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         dx, dw = ctx.saved_tensors
-        if ctx.in_sink:
+        if ctx.sink is not None:
             if dy.device.type == "cpu" and abs(float(dy) - ctx.scale) > 1e-6 * abs(ctx.scale):
                 raise refuse(
                     f"a loss weight of {float(dy)} in backward",
@@ -134,22 +141,38 @@ class _LinearCrossEntropy(torch.autograd.Function):
                     "give the final weight to forward and call backward with the same",
                     exit_code=1,
                 )
-            ctx.sink.written()
+            _deliver(ctx.sink, ctx.kept)
+            ctx.kept = None
         if dx is not None:
             dx = dx * (dy / ctx.scale).to(dx.dtype) if ctx.scale else dx
             dx = dx if ctx.enter is None else ctx.enter.backward(dx).wait()
         return dx, None if dw is None else dw * dy.to(dw.dtype), *(None,) * 6
 
 
+def _deliver(sink: GradSink, kept: tuple[Tensor, Tensor, int, float] | None) -> None:
+    """The weight gradient: formed in the forward already, or from what was kept, now or in its own action."""
+
+    def form() -> None:
+        if kept is not None:
+            _Accumulator(None, sink).add(*kept)
+        sink.written()
+
+    if kept is None or sink.later is None:
+        form()
+    else:
+        sink.later.append(form)
+
+
 class _Accumulator:
     """Adds scale x p_CV^T x_CD over the chunks into a sink, or into a tensor of its own."""
 
-    def __init__(self, w: Tensor, sink: GradSink | None) -> None:
-        self.sink = sink
-        self.buffer = torch.empty_like(w) if sink is None else sink.buffer
-        self.empty = sink is None or sink.fresh
-        if sink is not None:
-            sink.fresh = False
+    def __init__(self, w: Tensor | None, sink: GradSink | None) -> None:
+        if sink is None:
+            if w is None:
+                raise ValueError("there is neither a sink nor a weight to make a buffer for")
+            self.buffer, self.empty = torch.empty_like(w), True
+        else:
+            self.buffer, self.empty, sink.fresh = sink.buffer, sink.fresh, False
 
     def add(self, p: Tensor, x: Tensor, real: int, scale: float) -> None:
         """`real` rows of the buffer are vocabulary, the rest padding."""

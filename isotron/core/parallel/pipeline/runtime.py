@@ -5,9 +5,11 @@ nothing waits before a compute action needs the data. Of a forward only what its
 the edge of its graph, not its values, which are free as soon as they are sent; of a deferred weight gradient its two
 factors, until it is computed. Reading order: `Runtime.run`, then the `_Pass` that holds one step's state.
 
-The weight gradient of the output layer is formed in the forward of the loss, while its logits are at hand (to defer it
-would mean to keep logits or to form them again), and those of norms, biases and embeddings in the B action; all others
-wait for a W action where the table has one.
+Weight gradients wait for a W action where the table has one, but for those of norms, biases and embeddings, which are
+formed in the B action, and that of an output layer whose logits take more than one chunk: it is formed with the loss,
+while they are at hand (to defer it would mean to keep all logits or to form them again).
+
+A boundary is a set of named tensors; those that are not of a floating type have no gradient that travels back.
 """
 
 from __future__ import annotations
@@ -188,8 +190,10 @@ class _Pass:
         """Output and terms of a stage; nothing is kept when the table has no backward."""
         received, self.taken = self.taken, {}
         if self.training:
-            received = {k: v.requires_grad_() for k, v in received.items()}
+            received = {k: v.requires_grad_(v.is_floating_point()) for k, v in received.items()}
             self._choose_recompute(s, m)
+            for sink in self.stages[s].flat.sinks.values():
+                sink.defers = (s, m) in self.deferred
         with torch.set_grad_enabled(self.training):
             output, terms = self.stages[s].module(self.batches[m], received, self.weight)
         self.stages[s].settle(False)
@@ -242,6 +246,7 @@ class _Pass:
         self.keeping[s].discard(m)
         self._defer(stage, None)
         inputs = self.inputs.pop(key)
+        inputs = {k: v for k, v in inputs.items() if v.is_floating_point()}
         found = {k: v.grad if v.grad is not None else torch.zeros_like(v) for k, v in inputs.items()}
         if s and self.schedule.placement[s - 1] == self.runtime.group.index:
             self._hand_over(Kind.RECV_B, s - 1, m, found)
@@ -278,6 +283,8 @@ class _Pass:
                 sends += [(t.contiguous(), peer) for _, t in sorted(self.gradients.pop((s, m)).items())]
             else:
                 for name, (shape, dtype) in sorted(self.stages[s].boundary_shapes(self.batches[m].shape).items()):
+                    if action.kind is Kind.RECV_B and not dtype.is_floating_point:
+                        continue
                     device = self.batches[m].tokens.device
                     receives.append((torch.empty(shape, dtype=dtype, device=device), peer))
                     targets.append(((action.kind, s, m), name))
