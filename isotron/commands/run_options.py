@@ -15,6 +15,7 @@ from isotron.config.resume import Found, find_checkpoint
 from isotron.config.schema import SECTIONS, RunConfig, changed, to_dict, to_toml
 from isotron.core.checkpoint.remote import is_remote
 from isotron.core.errors import Problem, Refused
+from isotron.planner.budget import within_budget
 
 JSON = {"json": Option("json", "bool", False, "print the result as JSON")}
 
@@ -61,8 +62,8 @@ def prepare(words: Sequence[str], extra: Mapping[str, Option], skip: Collection[
     problems += check(config, size, devices, vocab, {*skip, *loaded.doubtful, *unread})
     if problems:
         raise Refused(problems)
-    finished = finish(config, size, devices, vocab)
-    notes = (*loaded.notes, *said, *_changes(config, finished))
+    finished, chosen = within_budget(finish(config, size, devices, vocab))
+    notes = (*loaded.notes, *said, *_changes(config, finished), *chosen)
     origins = {**loaded.provenance, **_derived(config, finished)}
     if loaded.config.checkpoint.load and not found.path:
         origins["load"] = f"{origins['load']}, which holds no checkpoint yet"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 _OUT = "leave it out"
 _LLAMA = "--family llama without it"
-_RECOMPUTE = "--recompute selective, or --recompute full for the least memory"
 _STEPS = "the length of a run is counted in steps"
 _STAGES = "layers are dealt to pipeline stages by number or by cost, the output layer counted at what it costs"
 _BUILT = "this part is not built yet"
@@ -25,9 +24,7 @@ REFUSED: dict[str, tuple[str, str]] = {
     "--iterations-to-skip": ("steps cannot be skipped in this version", _OUT),
     "--skip-train": ("a run always trains", _OUT),
     "--full-validation": ("an evaluation has a fixed number of batches", "--eval-iters 100"),
-    "--cpu-offloading-num-layers": ("activations are not offloaded", _RECOMPUTE),
-    "--fine-grained-activation-offloading": ("activations are not offloaded", _RECOMPUTE),
-    "--optimizer-cpu-offload": ("optimizer state is not offloaded", "--zero 1 with more --dp"),
+    "--fine-grained-activation-offloading": ("activations of whole blocks are offloaded", "--cpu-offloading"),
     "--no-decoupled-weight-decay": ("it is another update rule", "--optimizer adam_l2"),
     "--fp8": _FP8,
     "--fp4": _FP4,
@@ -100,7 +97,7 @@ PREFIXES: dict[str, tuple[str, str]] = {
     "--hybrid-": ("the families are gpt and llama", "--family llama"),
     "--mamba-": ("the families are gpt and llama", "--family llama"),
     "--cuda-graph-": ("CUDA graphs are not built yet", _OUT),
-    "--offload-": ("nothing is offloaded in this version", _OUT),
+    "--offload-": ("what goes to the host are optimizer state, weights and blocks", "--optimizer-cpu-offload"),
     "--inference-": ("training has no inference options", "isotron generate --help"),
 }
 

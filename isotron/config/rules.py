@@ -90,6 +90,7 @@ class Range:
 _POSITIVE = {
     "num_layers": 12, "hidden_size": 768, "num_attention_heads": 12, "seq_length": 1024, "tp": 1, "pp": 1, "vpp": 1,
     "cp": 1, "ep": 1,
+    "mlp_chunks": 1,
     "micro_batch_size": 1, "train_iters": 1000, "recompute_num_layers": 1, "make_vocab_size_divisible_by": 128,
     "ddp_bucket_size": 40000000, "log_interval": 1, "loss_scale_window": 1000, "hysteresis": 2, "norm_epsilon": 1e-5,
     "rope_theta": 10000.0, "rope_percent": 1.0, "rope_low_freq_factor": 1.0,
@@ -104,7 +105,8 @@ _NOT_NEGATIVE = {
     "moe_ffn_hidden_size": 0, "moe_router_num_groups": 0, "moe_router_group_topk": 0, "moe_router_group_scores": 0,
     "moe_router_bias_update_rate": 0.001, "moe_aux_loss_coeff": 0.01, "moe_z_loss_coeff": 0.001,
     "moe_expert_capacity_factor": 1.25, "moe_shared_expert_intermediate_size": 0,
-    "etp": 0, "zero_shard_size": 0, "trace": 0, "schedule_memory": 0, "microbatch_group": 0, "recompute_keep": 0,
+    "etp": 0, "zero_shard_size": 0, "trace": 0, "schedule_memory": 0, "microbatch_group": 0, "recompute_keep": 0, "max_live_parameters": 0,
+    "activation_budget_gib": 0, "cpu_offloading_num_layers": 0, "max_seqlen_per_dp_cp_rank": 0,
     "num_key_value_heads": 0, "head_dim": 0, "ffn_hidden_size": 0, "vocab_size": 50257, "max_position_embeddings": 0,
     "dp": 1, "first_stage_layers": 0, "last_stage_layers": 0, "global_batch_size": 128, "eval_interval": 0,
     "eval_iters": 10, "check_interval": 100, "stuck_after_s": 1800.0,

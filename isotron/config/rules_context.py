@@ -7,6 +7,7 @@ from math import prod
 from isotron.config.rules import Facts, Rule, asked, moved
 from isotron.config.schema import RunConfig
 from isotron.core.errors import Problem
+from isotron.core.parallel.deal import largest_group
 
 TYPES = ("p2p", "allgather", "a2a", "a2a+p2p")
 
@@ -72,6 +73,59 @@ def _kernel_of_dropout(c: RunConfig, f: Facts) -> Problem:
     return Problem(given, case, "--attention-backend unfused, or --attention-dropout 0.0")
 
 
+def _against_hybrid(c: RunConfig) -> dict[str, tuple[bool, str]]:
+    """What does not go with documents that are dealt anew: leaf -> (whether it is asked for, what would do)."""
+    m, layout = c.model, c.layout
+    return {
+        "pp": (layout.pp > 1, "--pp 1"),
+        "zero": (layout.zero > 1, "--zero 1"),
+        "cp": (layout.cp & (layout.cp - 1) != 0, "--cp 1"),
+        "cp_comm_type": (any(t not in ("p2p", "allgather") for t in layout.cp_comm_type), "--cp-comm-type p2p"),
+        "hidden_dropout": (m.hidden_dropout > 0, "--hidden-dropout 0.0"),
+        "attention_dropout": (m.attention_dropout > 0, "--attention-dropout 0.0"),
+        "num_experts": (getattr(m, "num_experts", 0) > 0, "--no-hybrid-context-parallel"),
+        "rope_scaling": (getattr(m, "rope_scaling", "") in ("dynamic", "longrope"), "--rope-scaling yarn"),
+        "trace": (c.log.trace > 0, "--trace 0"),
+    }
+
+
+def _hybrid_beside(c: RunConfig, f: Facts) -> Problem:
+    wrong = {leaf: fix for leaf, (here, fix) in _against_hybrid(c).items() if here}
+    case = "documents are dealt anew to groups of 1, 2, 4 .. ranks, which step at their own pace: one pipeline stage, "
+    case += "ZeRO 0 or 1, a ring or a gather, and nothing that depends on a row's number or length"
+    return Problem(asked(c, "hybrid_context_parallel", *wrong), case, " ".join(dict.fromkeys(wrong.values())))
+
+
+def _hybrid_slots(c: RunConfig) -> tuple[int, int]:
+    """(most slots of a rank, ranks of the largest group)."""
+    layout = c.layout
+    return layout.max_seqlen_per_dp_cp_rank or -(-c.data.seq_length // layout.cp), largest_group(layout.data_ranks)
+
+
+def _hybrid_long(c: RunConfig, f: Facts) -> Problem:
+    s, (most, ranks) = c.data.seq_length, _hybrid_slots(c)
+    case = f"a document of {s} tokens is dealt to at most {ranks} of dp x cp ranks, {most} slots each"
+    given = asked(c, "max_seqlen_per_dp_cp_rank", "seq_length", "cp", "dp")
+    return Problem(given, case, f"--max-seqlen-per-dp-cp-rank {-(-s // ranks)}")
+
+
+def _costs_broken(c: RunConfig, f: Facts) -> bool:
+    given, most = c.layout.hybrid_costs, c.layout.max_seqlen_per_dp_cp_rank
+    if not c.layout.hybrid_context_parallel:
+        return bool(given or most)
+    return bool(given) and (len(given) != 2 or min(given) <= 0)
+
+
+def _hybrid_unused(c: RunConfig, f: Facts) -> Problem:
+    given = moved(c, "max_seqlen_per_dp_cp_rank", "hybrid_costs")
+    case = "only documents that are dealt anew have them, two numbers above 0 for the costs"
+    fix = "--hybrid-context-parallel --hybrid-costs 1.0,0.001"
+    return Problem(asked(c, *given, "hybrid_context_parallel"), case, fix)
+
+
+_HYBRID = (
+    "hybrid_context_parallel pp zero cp cp_comm_type hidden_dropout attention_dropout num_experts rope_scaling trace"
+)
 _HEADS = ("cp", "cp_comm_type", "hierarchical_cp_sizes", "num_attention_heads", "tp")
 CONTEXT_RULES: tuple[Rule, ...] = (
     Rule("cp divides the sequence", ("cp", "seq_length"),
@@ -80,6 +134,13 @@ CONTEXT_RULES: tuple[Rule, ...] = (
     Rule("cp divides heads", _HEADS,
          lambda c, f: c.layout.cp > 1 and c.model.num_attention_heads % c.layout.tp == 0
          and (c.model.num_attention_heads // c.layout.tp) % max(_inner(c), 1) != 0, _heads),
+    Rule("documents dealt anew", tuple(_HYBRID.split()),
+         lambda c, f: c.layout.hybrid_context_parallel and any(here for here, _ in _against_hybrid(c).values()),
+         _hybrid_beside),
+    Rule("documents fit their groups", ("hybrid_context_parallel", "max_seqlen_per_dp_cp_rank", "seq_length", "cp"),
+         lambda c, f: c.layout.hybrid_context_parallel and prod(_hybrid_slots(c)) < c.data.seq_length, _hybrid_long),
+    Rule("costs of documents", ("hybrid_context_parallel", "max_seqlen_per_dp_cp_rank", "hybrid_costs"),
+         _costs_broken, _hybrid_unused),
     Rule("levels of cp", ("cp", "cp_comm_type", "hierarchical_cp_sizes"), _levels_broken, _levels),
     Rule("kernels that can drop", ("attention_backend", "attention_dropout"),
          lambda c, f: c.layout.attention_backend in ("flash", "fused") and c.model.attention_dropout > 0,

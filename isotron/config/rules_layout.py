@@ -207,6 +207,30 @@ def _modules(c: RunConfig, f: Facts) -> Problem:
     return Problem(asked(c, "recompute_modules", "recompute"), case, fix)
 
 
+def _budget(c: RunConfig, f: Facts) -> Problem:
+    case = "what is recomputed is chosen for the budget, or named"
+    return Problem(asked(c, "activation_budget_gib", "recompute"), case, "--recompute none, or without a budget")
+
+
+def _offloaded(c: RunConfig, f: Facts) -> Problem:
+    case = "it counts blocks whose activations are kept in host memory, which is not asked for"
+    given = asked(c, "cpu_offloading_num_layers", "cpu_offloading")
+    return Problem(given, case, "--cpu-offloading, or --cpu-offloading-num-layers 0")
+
+
+def _kept_twice(c: RunConfig, f: Facts) -> Problem:
+    case = "the input of a recomputed unit is kept in shares or in host memory, not both"
+    given = asked(c, "distribute_saved_activations", "cpu_offloading")
+    return Problem(given, case, "--no-distribute-saved-activations")
+
+
+def _chunks_of_experts(c: RunConfig, f: Facts) -> Problem:
+    case = "experts see all tokens of a microbatch at once"
+    return Problem(
+        asked(c, "mlp_chunks", "num_experts"), case, "--mlp-chunks 1 --recompute-modules mlp --recompute selective"
+    )
+
+
 def _world_broken(c: RunConfig, f: Facts) -> bool:
     return f.world_size is not None and c.layout.world != f.world_size
 
@@ -279,6 +303,14 @@ LAYOUT_RULES: tuple[Rule, ...] = (
     Rule("shares of a unit's input", ("recompute", "distribute_saved_activations", "sequence_parallel", "tp"),
          lambda c, f: c.layout.distribute_saved_activations
          and (c.layout.recompute != "full" or c.layout.tp == 1 or c.layout.sequence_parallel), _shares),
+    Rule("budget of activations", ("activation_budget_gib", "recompute"),
+         lambda c, f: c.layout.activation_budget_gib > 0 and c.layout.recompute != "none", _budget),
+    Rule("offloaded blocks", ("cpu_offloading", "cpu_offloading_num_layers"),
+         lambda c, f: c.layout.cpu_offloading_num_layers > 0 and not c.layout.cpu_offloading, _offloaded),
+    Rule("shares or host memory", ("cpu_offloading", "distribute_saved_activations"),
+         lambda c, f: c.layout.cpu_offloading and c.layout.distribute_saved_activations, _kept_twice),
+    Rule("chunks of an MLP", ("mlp_chunks", "num_experts"),
+         lambda c, f: c.layout.mlp_chunks > 1 and getattr(c.model, "num_experts", 0) > 0, _chunks_of_experts),
     Rule("modules of selective recompute", ("recompute", "recompute_modules"), _modules_broken, _modules),
     Rule("units of full recompute", ("recompute", "recompute_num_layers"),
          lambda c, f: c.layout.recompute_num_layers > 1 and c.layout.recompute != "full", _recompute_units),

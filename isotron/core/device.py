@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,11 +29,14 @@ __all__ = [
     "dtype_of",
     "has_grouped_matmul",
     "host_buffer",
+    "host_bytes",
+    "host_zeros",
     "is_cuda",
     "peak_flops",
     "peak_memory",
     "reset_peak_memory",
     "resolve",
+    "start_copies",
     "support",
     "synchronize",
     "total_memory",
@@ -201,6 +204,31 @@ def synchronize(device: torch.device) -> None:
 def host_buffer(size: int, device: torch.device) -> torch.Tensor:
     """`size` bytes of host memory, touched once; memory that the device can copy into by itself where it is a GPU."""
     return torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda").zero_()
+
+
+def host_bytes(size: int, device: torch.device) -> torch.Tensor:
+    """`size` bytes of host memory without values; memory that the device can copy from and into by itself."""
+    return torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+
+
+def host_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros in host memory; memory that the device can copy from and into by itself where it is a GPU."""
+    return torch.zeros(tuple(shape), dtype=dtype, pin_memory=device.type == "cuda")
+
+
+def start_copies(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], device: torch.device) -> Callable[[], None]:
+    """Begin to copy (target, source) to or from the host, behind what is queued on the device; the result waits."""
+    if device.type != "cuda":
+        for target, source in pairs:
+            target.copy_(source)
+        return lambda: None
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        for target, source in pairs:
+            target.copy_(source, non_blocking=True)
+        done: torch.cuda.Event = stream.record_event()
+    return done.synchronize
 
 
 def copy_to_host(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:

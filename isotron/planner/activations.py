@@ -49,6 +49,9 @@ class Sizes:
     layer_norm: bool
     qk_norm: bool
     parallel: bool
+    over_heads: bool  # the norms of queries and keys: one number for all heads
+    before: bool  # norms of what attention and MLP read
+    after: bool  # norms of what they give
 
 
 def sizes(job: Job) -> Sizes:
@@ -68,6 +71,9 @@ def sizes(job: Job) -> Sizes:
         "*norm*.bias" in names,
         "layers.*.attention.q_norm.weight" in names,
         bool(getattr(c, "parallel_residual", False)),
+        any("q_norm" in r.pattern and r.split is not None for r in c.layout(c.vocab_size).rules),
+        not getattr(c, "norms_after", False),
+        getattr(c, "norms_after", False) or "layers.*.mlp_post_norm.weight" in names,
     )
 
 
@@ -84,13 +90,18 @@ def block(job: Job, mode: str) -> list[Kept]:
     if mode == "full":
         return [replace(x, elements=x.elements / job.layout.tp)] if job.layout.distribute_saved_activations else [x]
     modules = job.layout.recompute_modules if mode == "selective" else ()
-    norm = [Kept("norm output", z.d, e, _NORM), _statistics(z, job)]
+    modules = (*modules, "mlp") if job.layout.mlp_chunks > 1 else modules
+    norm = [Kept("norm output", z.d, e, _NORM), _statistics(z, job)] if z.before else []
+    after = [Kept("branch output", z.d, e), replace(_statistics(z, job), parts=())] if z.after else []
     hidden = [Kept("dropout mask", z.d, MASK)] if job.config.dropout[0] > 0 else []
     up = Kept("MLP up", (2 if z.gated else 1) * z.f, e)
     inside = [*norm, up, Kept("activation output", z.f, e, ("moe_act",))]
-    mlp = [*(replace(t, parts=(*t.parts, "mlp")) for t in inside), *hidden]
+    if z.after and not z.before:  # then its recomputed unit has the norm in it
+        inside += after
+    again = [replace(t, parts=(*t.parts, "mlp")) for t in inside]
+    mlp = [*again, *(after if z.before else []), *hidden]
     middle = [] if z.parallel else [Kept("residual", z.d, e)]
-    kept = [x, *norm, *_attention(job, z, "core_attn" in modules), *hidden, *middle, *mlp]
+    kept = [x, *norm, *_attention(job, z, "core_attn" in modules), *after, *hidden, *middle, *mlp]
     return [t for t in kept if not set(modules) & set(t.parts)]
 
 
@@ -106,8 +117,9 @@ def _attention(job: Job, z: Sizes, again: bool) -> list[Kept]:
     e, wide, out = job.element, job.wide, Kept("attention output", z.h * z.n, job.element)
     qkv = Kept("q, k, v", (z.h + 2 * z.k) * z.n, e)
     turned = Kept("rotated q, k", (z.h + z.k) * z.n, e)
-    norms = [Kept("q, k norm statistics", z.h + z.k, wide)] if z.qk_norm else []
-    explicit = job.config.dropout[1] > 0
+    norms = [Kept("q, k norm statistics", 2 if z.over_heads else z.h + z.k, wide)] if z.qk_norm else []
+    tiled = getattr(job.config, "attn_logit_softcapping", 0.0) > 0  # tiles keep no probabilities
+    explicit = job.config.dropout[1] > 0 and not tiled
     if not explicit or again:
         fused = [] if explicit else [Kept("log-sum-exp", z.h, wide)]
         return [qkv, *norms, *([turned] if z.rotary or z.qk_norm else []), *fused, out]
@@ -129,6 +141,8 @@ def ends(job: Job, first: bool, last: bool, blocks_full: bool) -> list[Kept]:
     kept = []
     if z.rotary and not blocks_full:
         kept.append(Kept("angles", z.rotary, e))
+        if getattr(c, "rope_local_theta", 0.0):
+            kept.append(Kept("angles of blocks with a window", z.rotary, e))
     if first:
         kept.append(Kept("token ids", 1, IDS))
         if split:
@@ -163,6 +177,8 @@ def stage_bytes(job: Job, blocks: int, first: bool, last: bool, mode: str | None
     if mode == "full" and method == "block":
         few = min(n, blocks)
         own = sum(t.bytes for t in block(job, "full")) * few + sum(t.bytes for t in block(job, "none")) * (blocks - few)
+    if job.layout.cpu_offloading:
+        own *= 1 - min(job.layout.cpu_offloading_num_layers or blocks, blocks) / blocks
     return (own + sum(t.bytes for t in ends(job, first, last, everything))) * job.tokens
 
 

@@ -8,20 +8,23 @@ needs for a moment: logits of a chunk, a recomputed unit, buffers of communicati
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from math import prod
 
+from isotron.core.parallel.offload import hosted
 from isotron.core.parallel.pipeline.actions import Kind, Schedule
+from isotron.core.parallel.pipeline.passes import with_weights
 from isotron.core.parallel.plan import Layout
 from isotron.planner.activations import block_bytes, stage_bytes
 from isotron.planner.job import Job
+from isotron.planner.live import gathered_elements, live_bytes
 from isotron.planner.parameters import StagePart, rank_stages
 
 LOSS_CHUNK = 64 << 20  # bytes of logits at hand (core/nn/loss.py)
 LOSS_BLOCK = 4 << 20  # bytes of logits in float32 at hand
 KINDS = (
     *("weights", "gradients", "masters", "moments", "activations", "recompute", "logits", "temporaries"),
-    *("communication", "context"),
+    *("gathered", "communication", "context"),
 )
 
 
@@ -37,8 +40,10 @@ class Bytes:
     recompute: float = 0  # the unit that is computed again at the moment
     logits: float = 0
     temporaries: float = 0  # input gradients and one weight gradient in 16 bits
+    gathered: float = 0  # weights and gradients that exist for a moment under ZeRO-2 and 3
     communication: float = 0  # gathered sequences, tensors between stages
     context: float = 0  # driver, kernels, communicators
+    host: float = 0  # what lives in host memory or on disk, beside the total
 
     @property
     def states(self) -> float:
@@ -47,19 +52,35 @@ class Bytes:
 
     @property
     def total(self) -> float:
-        """All kinds."""
-        return sum(getattr(self, f.name) for f in fields(self))
+        """All kinds, on the device."""
+        return sum(getattr(self, f.name) for f in fields(self) if f.name != "host")
 
 
 def states(job: Job, parts: Sequence[StagePart], dp_rank: int | None = None) -> Bytes:
     """The exact bytes of a rank's state; without `dp_rank` those of the data-parallel rank that has most."""
-    layout, zero = job.layout, job.layout.zero_stage
-    whole = sum(p.elements for p in parts)
-    ranks = range(layout.data_ranks) if dp_rank is None else (dp_rank,)
-    own = max(sum(p.run(*_runs(layout, rank)) for p in parts) for rank in ranks)
-    weights, gradients = (whole if zero < 3 else own), (whole if zero < 2 else own)
-    masters = own * job.wide if job.wide != job.element else 0
-    return Bytes(weights * job.element, gradients * job.wide, masters, 2 * own * job.wide)
+    ranks = range(job.layout.data_ranks) if dp_rank is None else (dp_rank,)
+    return max((_states(job, parts, rank) for rank in ranks), key=lambda b: (b.states, b.host))
+
+
+def _states(job: Job, parts: Sequence[StagePart], dp_rank: int) -> Bytes:
+    layout, zero, runs = job.layout, job.layout.zero_stage, _runs(job.layout, dp_rank)
+    whole, own = sum(p.elements for p in parts), sum(p.run(*runs) for p in parts)
+    away = _stepped_on_host(job, parts, runs)
+    lean = sum(p.run(*runs, lean=True) for p in parts) if layout.offload.weights and zero == 3 else 0
+    master = job.wide if job.wide != job.element else 0
+    weights, gradients = (whole if zero < 3 else own) - lean, (whole if zero < 2 else own)
+    host = lean * job.element + away * (master + 2 * job.wide)
+    kept = own - away
+    sizes = (weights * job.element, gradients * job.wide, kept * master, 2 * kept * job.wide)
+    return Bytes(*sizes, host=host)
+
+
+def _stepped_on_host(job: Job, parts: Sequence[StagePart], runs: tuple[int, int]) -> int:
+    """Elements whose masters and moments live on the host."""
+    if not job.layout.offload.fraction:
+        return 0
+    sizes = [size for p in parts for size in p.rows(*runs)]
+    return sum(sizes[: hosted(sizes, job.layout.offload.fraction)])
 
 
 def _runs(layout: Layout, dp_rank: int) -> tuple[int, int]:
@@ -73,22 +94,23 @@ def plan_memory(job: Job, context: float = 0.0) -> list[Bytes]:
     table = job.table()
     every = [rank_stages(job.config, job.layout, r) for r in range(job.layout.pp)]
     kept = activation_peaks(job, table, every)
-    return [_whole(job, states(job, parts), parts, kept[r], context) for r, parts in enumerate(every)]
+    sizes = {p.number: sum(gathered_elements(p).values()) for parts in every for p in parts}
+    if job.layout.zero_stage == 3 and job.layout.max_live_parameters:
+        table = with_weights(table, sizes, job.layout.max_live_parameters)
+    whole = [_whole(job, states(job, parts), parts, kept[r], context) for r, parts in enumerate(every)]
+    return [replace(b, gathered=live_bytes(job, table, r, every[r])) for r, b in enumerate(whole)]
 
 
 def _whole(job: Job, state: Bytes, parts: Sequence[StagePart], activations: float, context: float) -> Bytes:
     last = any(p.number == job.layout.stages - 1 for p in parts)
-    return Bytes(
-        state.weights,
-        state.gradients,
-        state.masters,
-        state.moments,
-        activations,
-        recompute_bytes(job),
-        logits_bytes(job) if last else 0.0,
-        temporaries(job, parts),
-        communication(job),
-        context,
+    return replace(
+        state,
+        activations=activations,
+        recompute=recompute_bytes(job),
+        logits=logits_bytes(job) if last else 0.0,
+        temporaries=temporaries(job, parts),
+        communication=communication(job),
+        context=context,
     )
 
 
@@ -129,10 +151,14 @@ def _peak(table: Schedule, rank: int, few: dict[int, float], most: dict[int, flo
 
 
 def recompute_bytes(job: Job) -> float:
-    """What the unit under full recompute holds while its backward runs; its input is kept already."""
+    """What the unit under full recompute holds while its backward runs; its input is kept already. Of activations in
+    host memory, two blocks' are here: those at work and those on their way.
+    """
+    here = 2 * block_bytes(job) if job.layout.cpu_offloading else 0.0
     if job.layout.recompute != "full":
-        return 0.0
-    return (block_bytes(job, "none") - job.tokens * job.element * _local_width(job)) * job.layout.recompute_num_layers
+        return here
+    unit = block_bytes(job, "none") - job.tokens * job.element * _local_width(job)
+    return here + unit * job.layout.recompute_num_layers
 
 
 def _local_width(job: Job) -> float:

@@ -18,7 +18,7 @@ BASE = (
     "--hidden-size 64 --num-attention-heads 4 --num-layers 4 --train-iters 100 --mock-data --vocab-size 100 "
     "--device cpu"
 )
-FILES = {f"{p}{end}" for p in ("corpus_text_document", "plain") for end in (".bin", ".idx")} | {"t.json", "v", "m"}
+FILES = {f"{p}{end}" for p in ("corpus_text_document", "plain") for end in (".bin", ".idx")} | {"t.json", "v", "m", "."}
 
 # rule: (options that break it, options that satisfy it, facts)
 BOTH_SIDES: dict[str, tuple[str, str, dict]] = {
@@ -42,6 +42,11 @@ BOTH_SIDES: dict[str, tuple[str, str, dict]] = {
     "cp divides heads": ("--cp 8 --cp-comm-type a2a", "--cp 8", {}),
     "levels of cp": ("--cp 4 --cp-comm-type a2a+p2p --hierarchical-cp-sizes 2,3",
                      "--cp 4 --cp-comm-type a2a+p2p --hierarchical-cp-sizes 2,2", {}),
+    "documents dealt anew": ("--hybrid-context-parallel --dp 2 --zero 2", "--hybrid-context-parallel --dp 2", {}),
+    "documents fit their groups": ("--hybrid-context-parallel --dp 2 --max-seqlen-per-dp-cp-rank 10",
+                                   "--hybrid-context-parallel --dp 2 --max-seqlen-per-dp-cp-rank 512", {}),
+    "costs of documents": ("--max-seqlen-per-dp-cp-rank 1024",
+                           "--hybrid-context-parallel --dp 2 --hybrid-costs 1.0,0.5", {}),
     "levels are used": ("--cp 4 --hierarchical-cp-sizes 2,2",
                         "--cp 4 --cp-comm-type a2a+p2p --hierarchical-cp-sizes 2,2", {}),
     "blocks with experts": ("--num-experts 8 --moe-layer-freq [0]*3", "--num-experts 8 --moe-layer-freq [0]+[1]*3", {}),
@@ -90,18 +95,34 @@ BOTH_SIDES: dict[str, tuple[str, str, dict]] = {
     "a schedule to search": ("--pp 2 --schedule 1f1b --schedule-memory 2", "--pp 2 --schedule-memory 2", {}),
     "costs of the search": ("--pp 2 --schedule-memory 2 --schedule-costs 1,2",
                             "--pp 2 --schedule-memory 2 --schedule-costs 1,2,1", {}),
-    "groups of microbatches": ("--pp 2 --vpp 2 --microbatch-group 1", "--pp 2 --vpp 2 --microbatch-group 3", {}),
+    "groups of microbatches": ("--pp 2 --microbatch-group 3", "--pp 2 --vpp 2 --microbatch-group 1", {}),
     "layout string": ("--pp 2 --pipeline-layout Et|ttL", "--pp 2 --pipeline-layout Et|tttL", {}),
     "kept of full recompute": ("--recompute-keep 1", "--recompute-keep 1 --recompute full", {}),
     "blocks of full recompute": ("--recompute-method block", "--recompute-method block --recompute full", {}),
     "shares of a unit's input": ("--distribute-saved-activations --recompute full",
                                  "--distribute-saved-activations --recompute full --tp 2", {}),
+    "budget of activations": ("--activation-budget-gib 1 --recompute full", "--activation-budget-gib 1", {}),
+    "offloaded blocks": ("--cpu-offloading-num-layers 2", "--cpu-offloading-num-layers 2 --cpu-offloading", {}),
+    "shares or host memory": ("--cpu-offloading --recompute full --tp 2 --distribute-saved-activations",
+                              "--cpu-offloading --recompute full --tp 2", {}),
+    "chunks of an MLP": ("--mlp-chunks 2 --num-experts 4", "--mlp-chunks 2", {}),
     "modules of selective recompute": ("--recompute-modules mlp", "--recompute-modules mlp --recompute selective", {}),
     "units of full recompute": ("--recompute-num-layers 2", "--recompute-num-layers 2 --recompute full", {}),
     "world size": ("--tp 2 --dp 2", "--tp 2 --dp 4", {"world_size": 8}),
     "enough devices": ("--tp 4 --device auto", "--tp 2 --device auto", {"device_count": 2}),
     "a device": ("--device cuda", "--device auto", {}),
     "shards divide the ranks": ("--dp 4 --zero-shard-size 3", "--dp 4 --zero-shard-size 2", {}),
+    "weights that come and go": ("--dp 2 --max-live-parameters 1000", "--dp 2 --max-live-parameters 1000 --zero 3", {}),
+    "a share to offload": ("--optimizer-cpu-offload --optimizer-offload-fraction 1.5",
+                           "--optimizer-cpu-offload --optimizer-offload-fraction 0.5", {}),
+    "rules that can be offloaded": ("--optimizer-cpu-offload --optimizer muon", "--optimizer-cpu-offload", {}),
+    "masters that can be offloaded": ("--optimizer-cpu-offload --master-remainders --dtype bfloat16",
+                                      "--optimizer-cpu-offload --dtype bfloat16", {}),
+    "files of what is offloaded": ("--offload-dir .", "--offload-dir . --optimizer-cpu-offload", {}),
+    "a directory to offload to": ("--optimizer-cpu-offload --offload-dir gone",
+                                  "--optimizer-cpu-offload --offload-dir .", {}),
+    "weights that can be offloaded": ("--dp 2 --zero 3 --offload-weights",
+                                      "--dp 2 --zero 3 --offload-weights --optimizer-cpu-offload", {}),
     "shards to be spread": ("--dp 4 --zero 0 --zero-shard-size 2", "--dp 4 --zero 2 --zero-shard-size 2", {}),
     "batch arithmetic": ("--global-batch-size 10 --micro-batch-size 2 --dp 2", "--global-batch-size 12 --dp 2", {}),
     "samples can be counted": ("--train-iters 99999999999999999999", "--train-iters 9999999", {}),

@@ -1,4 +1,5 @@
-"""Residual blocks with norms before attention and MLP, one after the other or side by side, dropout on both branches.
+"""Residual blocks of attention and MLP, one after the other or side by side, with norms before them, after them or
+both, and dropout on both branches.
 
 Legend: B batch, S sequence, D hidden. Families choose the norm, the attention and the MLP.
 """
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+import torch
 import torch.nn as nn
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -18,7 +20,7 @@ from isotron.core.nn.dropout import Dropout
 
 class PreNormBlock(nn.Module):
     """`recompute` keeps the inputs of norms only and computes their results again in the backward, `recompute_mlp`
-    the input of the whole MLP.
+    the input of the whole MLP, which `mlp_chunks` above 1 computes in so many parts of the sequence.
     """
 
     def __init__(
@@ -29,6 +31,7 @@ class PreNormBlock(nn.Module):
         self.attention_dropout = Dropout(dropout, f"{name}.attention")
         self.mlp_dropout = Dropout(dropout, f"{name}.mlp")
         self.recompute = self.recompute_mlp = False
+        self.mlp_chunks = 1
 
     def set_recompute(self, modules: Collection[str]) -> None:
         """Selective recompute: layernorm, moe_act (the activation), core_attn (probabilities), mlp (all of it)."""
@@ -38,9 +41,17 @@ class PreNormBlock(nn.Module):
 
     def _mlp(self, x_BSD: Tensor, *context: Context) -> Tensor:
         """The MLP with its norm; `context` for one that sees the batch."""
-        if self.recompute_mlp:
-            return checkpoint(self._mlp_of, x_BSD, *context, use_reentrant=False, preserve_rng_state=False)
+        if self.recompute_mlp or self.mlp_chunks > 1:
+            return self._mlp_again(x_BSD, *context)
         return self.mlp(x_BSD, *context, self.mlp_norm) if self.recompute else self._mlp_of(x_BSD, *context)
+
+    def _mlp_again(self, x_BSD: Tensor, *context: Context) -> Tensor:
+        """Only the input is kept; chunk by chunk, so that what stands between is there for one chunk at a time."""
+        parts = [
+            checkpoint(self._mlp_of, x, *context, use_reentrant=False, preserve_rng_state=False)
+            for x in x_BSD.chunk(self.mlp_chunks, 1)
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
     def _mlp_of(self, x_BSD: Tensor, *context: Context) -> Tensor:
         return self.mlp(self.mlp_norm(x_BSD), *context)
@@ -66,6 +77,42 @@ class ParallelBlock(PreNormBlock):
         ids = ctx.batch.sample_ids
         a, m = self._attend(x_BSD, ctx), self._mlp(x_BSD)
         return x_BSD + self.attention_dropout(a, ids) + self.mlp_dropout(m, ids)
+
+
+class PostNormBlock(PreNormBlock):
+    """x + norm(attention(x)), then x + norm(mlp(x)): the norms stand after what the others have them before."""
+
+    def _attend(self, x_BSD: Tensor, ctx: Context) -> Tensor:
+        return self.attention_norm(self.attention(x_BSD, ctx))
+
+    def _mlp(self, x_BSD: Tensor, *context: Context) -> Tensor:
+        again = self.recompute_mlp or self.mlp_chunks > 1
+        return self._mlp_again(x_BSD, *context) if again else self._mlp_of(x_BSD, *context)
+
+    def _mlp_of(self, x_BSD: Tensor, *context: Context) -> Tensor:
+        return self.mlp_norm(self.mlp(x_BSD, *context))
+
+
+class SandwichBlock(PreNormBlock):
+    """Norms before attention and MLP, and norms of their results (`after`) before these are added."""
+
+    def __init__(
+        self,
+        norms: tuple[nn.Module, nn.Module],
+        after: tuple[nn.Module, nn.Module],
+        attention: Attention,
+        mlp: nn.Module,
+        dropout: float,
+        name: str,
+    ) -> None:
+        super().__init__(norms, attention, mlp, dropout, name)
+        self.attention_post_norm, self.mlp_post_norm = after
+
+    def _attend(self, x_BSD: Tensor, ctx: Context) -> Tensor:
+        return self.attention_post_norm(super()._attend(x_BSD, ctx))
+
+    def _mlp(self, x_BSD: Tensor, *context: Context) -> Tensor:
+        return self.mlp_post_norm(super()._mlp(x_BSD, *context))
 
 
 class ExpertBlock(PreNormBlock):

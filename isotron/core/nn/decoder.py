@@ -9,7 +9,7 @@ tensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Protocol
@@ -25,6 +25,7 @@ from isotron.core.nn.scores import label_scores
 
 Boundary = dict[str, Tensor]
 Terms = dict[str, tuple[Tensor, float]]
+Offloading = Callable[[int, Iterable[nn.Module], Context], AbstractContextManager[Any]]
 
 
 class _Unasked(Terms):
@@ -34,6 +35,11 @@ class _Unasked(Terms):
 
     def __setitem__(self, name: str, term: tuple[Tensor, float]) -> None:
         """Nothing."""
+
+
+def _stay(place: int, modules: Iterable[nn.Module], ctx: Context) -> AbstractContextManager[Any]:
+    """Nothing is offloaded."""
+    return nullcontext()
 
 
 class Around(Protocol):
@@ -51,9 +57,10 @@ class Around(Protocol):
 class Decoder(nn.Module):
     """Blocks with what stands before and after them on this stage.
 
-    `recompute`: "none", "selective" (blocks decide) or "full": units of `recompute_layers` blocks keep their input only,
-    or, by the method "block", the first `recompute_layers` blocks do. Socket `keeping`: a context in which a unit's
-    input is kept. Socket `around`: brings weights that are not kept here, unit by unit.
+    `recompute`: "none", "selective" (blocks decide) or "full": units of `recompute_layers` blocks keep their input
+    only, or, by the method "block", the first `recompute_layers` blocks do. Socket `keeping`: a context in which a
+    unit's input is kept. Socket `offloading`: one in which whatever a unit keeps is kept elsewhere. Socket `around`:
+    brings weights that are not kept here, unit by unit.
     """
 
     embed: nn.Module
@@ -78,6 +85,7 @@ class Decoder(nn.Module):
         self._context = context
         self.recompute, self.recompute_layers, self.recompute_method = "none", 1, "uniform"
         self.keeping: Callable[[], AbstractContextManager[Any]] = nullcontext
+        self.offloading: Offloading = _stay
         self.sequence_weight = 0.0  # with which a term counted over sequences enters the loss
         self.around: Around | None = None
 
@@ -109,14 +117,21 @@ class Decoder(nn.Module):
     def _through_blocks(self, x: Tensor, ctx: Context) -> Tensor:
         blocks = list(self.layers.items())
         if self.recompute != "full" or not self.training:
-            return self._chain(x, blocks, ctx)
+            return self._keep_all(x, blocks, 0, ctx)
         few = self.recompute_method == "block"
         size, stop = (1, min(self.recompute_layers, len(blocks))) if few else (self.recompute_layers, len(blocks))
         for i in range(0, stop, size):
-            with self.keeping():
-                unit = blocks[i : i + size]
+            unit = blocks[i : i + size]
+            with self.keeping(), self.offloading(i, (b for _, b in unit), ctx):
                 x = checkpoint(self._chain, x, unit, ctx, use_reentrant=False, preserve_rng_state=False)
-        return self._chain(x, blocks[stop:], ctx)
+        return self._keep_all(x, blocks[stop:], stop, ctx)
+
+    def _keep_all(self, x: Tensor, blocks: list[tuple[str, nn.Module]], first: int, ctx: Context) -> Tensor:
+        """Blocks from number `first` of the stage on, which keep what they need."""
+        for place, entry in enumerate(blocks, first):
+            with self.offloading(place, (entry[1],), ctx):
+                x = self._chain(x, [entry], ctx)
+        return x
 
     def _chain(self, x: Tensor, blocks: list[tuple[str, nn.Module]], ctx: Context) -> Tensor:
         for number, block in blocks:

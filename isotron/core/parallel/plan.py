@@ -5,12 +5,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from isotron.core.options import option
 from isotron.core.parallel.buckets import Classes
+from isotron.core.parallel.offload import Offload
 from isotron.core.parallel.pipeline import library, registry
 from isotron.core.parallel.pipeline.actions import Schedule
+from isotron.core.parallel.pipeline.passes import with_weights
 from isotron.core.parallel.split import (
     LayerCosts,
     balanced_counts,
@@ -49,7 +52,8 @@ class Layout:
     schedule_costs: tuple[int, ...] = option(
         (),
         "what that search assumes a rank's layers to cost: forward, input gradient, weight gradient and transfer, in "
-        "any unit; empty means 1,1,1,0",
+        "any unit; or these four (and, fifth, what a microbatch keeps) for every stage; empty means counted from the "
+        "model",
     )
     microbatch_group: int = option(0, "microbatches per chunk at a time in the interleaved schedule; 0 means pp")
     layers_per_stage: tuple[int, ...] = option(
@@ -75,6 +79,17 @@ class Layout:
     )
     hierarchical_cp_sizes: tuple[int, ...] = option(
         (), "under a2a+p2p, ranks of an all-to-all and ranks of a ring; their product is cp"
+    )
+    hybrid_context_parallel: bool = option(
+        False, "deal every document of a global batch to 1, 2, 4 .. of the dp x cp ranks, by its length"
+    )
+    max_seqlen_per_dp_cp_rank: int = option(
+        0, "under hybrid_context_parallel, most slots of a microbatch on one rank; 0 means seq_length / cp"
+    )
+    hybrid_costs: tuple[float, ...] = option(
+        (),
+        "work of a token and of a pair of query and key, in any unit, by which documents are dealt; empty means "
+        "multiply-adds",
     )
     ep: int = option(1, "expert-parallel ranks: the experts of every block are dealt to them")
     etp: int = option(0, "ranks over which the width of each expert is split; 0 means tp")
@@ -109,6 +124,18 @@ class Layout:
     distribute_saved_activations: bool = option(
         False, "under recompute = full, each tensor-parallel rank keeps its share of a unit's input"
     )
+    mlp_chunks: int = option(
+        1, "parts of a sequence that an MLP computes one after the other, each again in the backward; 1 means whole"
+    )
+    activation_budget_gib: float = option(
+        0.0,
+        "what is recomputed is chosen: the least work that keeps a rank's activations within this; 0 means no choice",
+        unit="GiB",
+    )
+    cpu_offloading: bool = option(False, "keep activations of blocks in host memory until their backward")
+    cpu_offloading_num_layers: int = option(
+        0, "under cpu_offloading, of how many blocks of each stage, from its first on; 0 means all"
+    )
     recompute_keep: int = option(
         0, "microbatches in flight per stage that keep everything under recompute = full", unit="microbatches"
     )
@@ -124,6 +151,25 @@ class Layout:
         "type in which gradients travel between data-parallel ranks; auto is that of their sums, float32 or wider",
         choices=("auto", "float64", "float32", "bfloat16"),
     )
+
+    max_live_parameters: int = option(
+        0,
+        "under zero 3, weights that may stay gathered on a rank from one microbatch to the next, whole stages at a "
+        "time; what does not fit comes and goes block by block",
+        unit="parameters",
+    )
+    optimizer_cpu_offload: bool = option(False, "masters and moments live in host memory and are stepped there")
+    optimizer_offload_fraction: float = option(1.0, "share of the elements for which optimizer_cpu_offload does so")
+    offload_weights: bool = option(False, "under zero 3, the own shards of weights live in host memory")
+    offload_dir: str = option(
+        "", "directory on a local disk for files of masters and moments, instead of host memory; empty means memory"
+    )
+
+    @property
+    def offload(self) -> Offload:
+        """What lives on the host."""
+        fraction = self.optimizer_offload_fraction if self.optimizer_cpu_offload else 0.0
+        return Offload(fraction, self.offload_dir, self.offload_weights)
 
     @property
     def stages(self) -> int:
@@ -142,11 +188,17 @@ class Layout:
         """Stage -> pipeline rank, the same for any number of microbatches."""
         return library.placement(self.schedule, self.pp, self.chunks, self.schedule_memory)
 
-    def table(self, microbatches: int, forward_only: bool = False) -> Schedule:
-        """The pipeline table of a step, or of an evaluation."""
+    def table(
+        self, microbatches: int, forward_only: bool = False, sizes: Mapping[int, int] | None = None
+    ) -> Schedule:
+        """The pipeline table of a step, or of an evaluation.
+
+        `sizes`: weights that stages gather under ZeRO-3; those that fit into `max_live_parameters` are held by it.
+        """
         make = library.forward_only if forward_only else library.plan
         group, memory, costs = self.microbatch_group, self.schedule_memory, self.schedule_costs
-        return make(self.schedule, self.pp, microbatches, self.chunks, group, memory, costs)
+        table = make(self.schedule, self.pp, microbatches, self.chunks, group, memory, costs)
+        return table if not sizes else with_weights(table, sizes, self.max_live_parameters)
 
     @property
     def world(self) -> int:

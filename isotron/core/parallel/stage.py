@@ -28,6 +28,7 @@ from isotron.core.parallel.buckets import DENSE, EXPERTS, is_frozen, partial_pie
 from isotron.core.parallel.context import fill_context
 from isotron.core.parallel.data import Flat, Partial
 from isotron.core.parallel.expert import fill_experts
+from isotron.core.parallel.host import HostActivations
 from isotron.core.parallel.keep import shared_inputs
 from isotron.core.parallel.plan import Layout
 from isotron.core.parallel.shards import Sharding, sharing
@@ -56,6 +57,17 @@ class Stage:
             self.units.settle()
         if backward:
             self.flat.settle()
+
+    def gather(self, wanted: bool) -> None:
+        """Start to gather all weights and keep them, or let them go."""
+        if self.units is not None:
+            self.units.hold(wanted)
+
+    @property
+    def gathered_elements(self) -> int:
+        """Weights that come and go (ZeRO-3)."""
+        buckets = [] if self.units is None else [b for unit in self.units.units.values() for b in unit.buckets]
+        return sum(b.whole.numel() for b in {id(b): b for b in buckets if b.lean}.values())
 
     def recompute(self, wanted: bool) -> None:
         """Under full recompute: whether the next forward keeps only the inputs of its recomputed units."""
@@ -209,6 +221,8 @@ def _set_policies(module: Decoder, layout: Layout, seed: int, tp: Group) -> None
     module.recompute_method = layout.recompute_method
     if layout.distribute_saved_activations:
         module.keeping = partial(shared_inputs, tp)
+    if layout.cpu_offloading:
+        module.offloading = HostActivations(layout.cpu_offloading_num_layers or len(module.layers))
     selective = layout.recompute_modules if layout.recompute == "selective" else ()
     for layer in module.modules():
         if isinstance(layer, (Dropout, Router)):
@@ -217,6 +231,7 @@ def _set_policies(module: Decoder, layout: Layout, seed: int, tp: Group) -> None
             layer.backend = layout.attention_backend
         if isinstance(layer, PreNormBlock):
             layer.set_recompute(selective)
+            layer.mlp_chunks = layout.mlp_chunks
 
 
 def _tie(
