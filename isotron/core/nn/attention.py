@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
-from isotron.core.errors import refuse
+from isotron.core.errors import Refused, refuse
 from isotron.core.nn.context import Context
 from isotron.core.nn.dropout import Dropout
 from isotron.core.nn.kernels import Explicit, Kernel, default_scale, flash_for, tiled
@@ -32,28 +32,48 @@ from isotron.core.rows import Cuts, Runs, whole
 class Causal(nn.Module):
     """Each query attends to itself and what came before, inside its document when the batch isolates documents.
 
+    Without `causal`: to all of its row or document. Sinks, a score per head, are one more key that has no value.
     `window` above 0: to the last `window` positions only, itself included. `scale`: of the scores, 0 for 1/sqrt(N).
+    `softcap` above 0: scores are bounded by it, which only explicit probabilities can.
     `backend`: "auto" (flash where nothing hinders it), "flash", "fused" (torch chooses among fused kernels) or
     "unfused" (probabilities as tensors).
     """
 
-    def __init__(self, dropout: Dropout, window: int = 0, scale: float = 0.0) -> None:
+    def __init__(
+        self, dropout: Dropout, window: int = 0, scale: float = 0.0, softcap: float = 0.0, causal: bool = True
+    ) -> None:
         super().__init__()
-        self.dropout, self.window, self.scale = dropout, window, scale
+        if window and not causal:
+            raise ValueError(
+                f"a window of {window} ends at the query, and attention that is not causal looks behind it"
+            )
+        self.causal = causal
+        self.dropout, self.window, self.scale, self.softcap = dropout, window, scale, softcap
         self.recompute, self.backend = False, "auto"
 
-    def forward(self, q_BHSN: Tensor, k_BKSN: Tensor, v_BKSN: Tensor, ctx: Context) -> Tensor:
+    def forward(
+        self, q_BHSN: Tensor, k_BKSN: Tensor, v_BKSN: Tensor, ctx: Context, sinks_H: Tensor | None = None
+    ) -> Tensor:
         """o_BHSN."""
-        return self.over(q_BHSN, k_BKSN, v_BKSN, ctx.batch.cuts, ctx.batch.sample_ids)
+        return self.over(q_BHSN, k_BKSN, v_BKSN, ctx.batch.cuts, ctx.batch.sample_ids, sinks_H)
 
-    def over(self, q: Tensor, k: Tensor, v: Tensor, cuts: Cuts | None, sample_ids_B: Tensor) -> Tensor:
+    def over(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cuts: Cuts | None,
+        sample_ids_B: Tensor,
+        sinks_H: Tensor | None = None,
+    ) -> Tensor:
         """Attention over whole rows in order; `cuts` are the documents of each row."""
         kernel, s = self.kernel(q, sample_ids_B), q.shape[2]
-        if cuts is not None or 0 < self.window < s or q.shape[-1] != v.shape[-1]:
-            return tiled(q, k, v, self.plan(whole(s), whole(s), cuts, len(q), kernel), kernel)
+        special = sinks_H is not None or q.shape[-1] != v.shape[-1] or self.softcap
+        if cuts is not None or 0 < self.window < s or special:
+            return tiled(q, k, v, self.plan(whole(s), whole(s), cuts, len(q), kernel), kernel, sinks_H)
         if not isinstance(kernel, Explicit):
-            grouped = q.shape[1] != k.shape[1]
-            return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped, scale=kernel.scale)
+            grouped, causal = q.shape[1] != k.shape[1], self.causal
+            return scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped, scale=kernel.scale)
         if self.recompute:
             return checkpoint(self._explicit, q, k, v, sample_ids_B, use_reentrant=False, preserve_rng_state=False)
         return self._explicit(q, k, v, sample_ids_B)
@@ -61,28 +81,36 @@ class Causal(nn.Module):
     def plan(self, queries: Runs, keys: Runs, cuts: Cuts | None, batch: int, kernel: Kernel) -> tuple[Tile, ...]:
         """The tiles in which these queries meet these keys."""
         longest = max(r.row + r.length for r in (*queries, *keys))
-        return tiles(queries, keys, cuts, batch, self.window if self.window < longest else 0, kernel.most, kernel.join)
+        window = self.window if self.window < longest else 0
+        return tiles(queries, keys, cuts, batch, window, kernel.most, kernel.join, self.causal)
 
     def kernel(self, q: Tensor, sample_ids_B: Tensor) -> Kernel:
         """What computes a tile of these queries; refused where the back end asked for cannot do it."""
         scale = self.scale or default_scale(q.shape[-1])
-        if self.dropout.active or self.backend == "unfused":
+        if self.dropout.active or self.backend == "unfused" or self.softcap:
             dropout = self.dropout if self.dropout.active else None
             if self.backend in ("flash", "fused"):
-                case = "its kernels cannot drop attention probabilities by place"
-                raise refuse(f"--attention-backend {self.backend}", case, "--attention-dropout 0.0, or unfused")
-            return Explicit(scale, dropout, sample_ids_B)
+                raise self._no_kernel()
+            return Explicit(scale, dropout, sample_ids_B, self.softcap)
         flash = flash_for(q, scale)
-        if flash is None and self.backend == "flash":
-            case = f"this device has no flash kernel for {q.dtype} and heads of {q.shape[-1]}"
-            raise refuse("--attention-backend flash", case, "--attention-backend auto")
+        if flash is None and self.backend in ("flash", "fused"):
+            case = f"this device has no fused kernel with the log-sum-exp for {q.dtype} and heads of {q.shape[-1]}"
+            raise refuse(f"--attention-backend {self.backend}", case, "--attention-backend auto")
         return flash or Explicit(scale)
+
+    def _no_kernel(self) -> Refused:
+        asked = f"--attention-backend {self.backend}"
+        if self.softcap:
+            case = f"its kernels have no bound on scores, and this model has {self.softcap:g}"
+            return refuse(asked, case, "--attention-backend auto")
+        case = "its kernels cannot drop attention probabilities by place"
+        return refuse(asked, case, "--attention-dropout 0.0, or unfused")
 
     def chosen(self, dtype: torch.dtype, device: torch.device, head_size: int) -> str:
         """What computes attention in training, for a log: the back end asked for and the kernel it comes to."""
         q = torch.empty(1, 1, 1, head_size, dtype=dtype, device=device)
-        drops = self.dropout.p > 0 or self.backend == "unfused"
-        kernel = None if drops else flash_for(q, 1.0)
+        explicit = self.dropout.p > 0 or self.backend == "unfused" or self.softcap > 0
+        kernel = None if explicit else flash_for(q, 1.0)
         name = "explicit probabilities" if kernel is None else f"torch's flash kernel on {device.type}"
         return f"{self.backend}: {name}"
 
@@ -91,8 +119,9 @@ class Causal(nn.Module):
         k, v = (x.repeat_interleave(repeat, dim=1) if repeat > 1 else x for x in (k_BKTN, v_BKTN))
         s = q_BHSN.shape[2]
         scores = (q_BHSN * (self.scale or default_scale(q_BHSN.shape[-1]))) @ k.transpose(-1, -2)
-        later = torch.ones(s, s, dtype=torch.bool, device=k.device).triu(1)
-        scores = scores.masked_fill(later, -torch.inf)
+        if self.causal:
+            later = torch.ones(s, s, dtype=torch.bool, device=k.device).triu(1)
+            scores = scores.masked_fill(later, -torch.inf)
         wide = torch.promote_types(scores.dtype, torch.float32)
         p = torch.softmax(scores, -1, dtype=wide).to(v.dtype)
         return self.dropout.on_probabilities(p, sample_ids_B) @ v
@@ -102,7 +131,8 @@ class Attention(nn.Module):
     """q|k|v in one projection, norms of q and k per head where given, rotation when the context has angles, the core,
     and the output projection.
 
-    `bias`: of all projections, or (q|k|v, output). `qk_norms`: modules over N, one for queries and one for keys.
+    `bias`: of all projections, or (q|k|v, output). `qk_norms`: one for queries and one for keys, modules over N, or
+    over all heads at once (`over_heads`). `local`: turned by the angles of blocks with a window.
     """
 
     def __init__(
@@ -115,6 +145,10 @@ class Attention(nn.Module):
         bias: bool | tuple[bool, bool],
         qk_norms: tuple[nn.Module, nn.Module] | None = None,
         window: int = 0,
+        scale: float = 0.0,
+        softcap: float = 0.0,
+        over_heads: bool = False,
+        local: bool = False,
     ) -> None:
         super().__init__()
         on_qkv, on_out = bias if isinstance(bias, tuple) else (bias, bias)
@@ -124,8 +158,8 @@ class Attention(nn.Module):
         self.k_norm: nn.Module | None = None
         if qk_norms is not None:
             self.q_norm, self.k_norm = qk_norms
-        self.core = Causal(dropout, window)
-        self.head_size = head_size
+        self.core = Causal(dropout, window, scale, softcap)
+        self.head_size, self.over_heads, self.local = head_size, over_heads, local
 
     def forward(self, x_BSD: Tensor, ctx: Context, pre: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         """`pre` is applied to x first and computed again in the backward."""
@@ -136,9 +170,13 @@ class Attention(nn.Module):
         k = (y.shape[2] - h) // 2
         q_k, v = y.split((h + k, k), 2)
         if self.q_norm is not None and self.k_norm is not None:
-            q_k = torch.cat((self.q_norm(q_k[:, :, :h]), self.k_norm(q_k[:, :, h:])), 2)
-        if ctx.rope is not None:
-            q_k = rotate(q_k, ctx.rope)
+            q_k = torch.cat((self._normed(self.q_norm, q_k[:, :, :h]), self._normed(self.k_norm, q_k[:, :, h:])), 2)
+        rope = ctx.local_rope if self.local else ctx.rope
+        if rope is not None:
+            q_k = rotate(q_k, rope)
         q_BHSN, k_BKSN, v_BKSN = (x.transpose(1, 2) for x in (*q_k.split((h, k), 2), v))
         o_BHSN = self.core(q_BHSN, k_BKSN, v_BKSN, ctx)
         return self.out(o_BHSN.transpose(1, 2).flatten(2))
+
+    def _normed(self, norm: nn.Module, x_BSHN: Tensor) -> Tensor:
+        return norm(x_BSHN.flatten(2)).view(x_BSHN.shape) if self.over_heads else norm(x_BSHN)

@@ -270,27 +270,53 @@ def zeros_like_wide(*tensors: Tensor) -> tuple[Tensor, ...]:
     )
 
 
+def add_sinks(o: Tensor, lse: Tensor, sinks_H: Tensor | None) -> Tensor:
+    """The lse_BHS with one more key for every query, of a score per head and without a value; scales o in place.
+
+    Tiles are put together first: their gradients need no more than the o and lse that come of this. Source: Xiao et al.
+    2023 (attention sinks); OpenAI 2025 (gpt-oss).
+    """
+    if sinks_H is None:
+        return lse
+    both = torch.logaddexp(lse, sinks_H.to(lse.dtype)[None, :, None])
+    o.mul_((lse - both).exp()[..., None])
+    return both
+
+
+def sinks_gradient(do: Tensor, o: Tensor, lse: Tensor, sinks_H: Tensor | None) -> Tensor | None:
+    """Of the scores of sinks: they take probability from what the output is made of."""
+    if sinks_H is None:
+        return None
+    taken = (sinks_H.to(lse.dtype)[None, :, None] - lse).exp()
+    return -(taken * (do.to(lse.dtype) * o).sum(-1)).sum((0, 2)).to(sinks_H.dtype)
+
+
 class _Tiled(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: Sequence[Tile], kernel: Kernel) -> Tensor:
-        o, lse = empty_result(q, v, not all(tile.first for tile in plan))
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, plan: Sequence[Tile], kernel: Kernel
+    ) -> Tensor:
+        o, lse = empty_result(q, v, sinks is not None or not all(tile.first for tile in plan))
         add_tiles(kernel, q, k, v, plan, o, lse)
+        lse = add_sinks(o, lse, sinks)
         o = o.to(q.dtype)
         ctx.plan, ctx.kernel = plan, kernel
-        ctx.save_for_backward(q, k, v, o, lse)
+        ctx.save_for_backward(q, k, v, sinks, o, lse)
         return o
 
     @staticmethod
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, o, lse = ctx.saved_tensors
+        q, k, v, sinks, o, lse = ctx.saved_tensors
         sums = zeros_like_wide(q, k, v)
         add_gradients(ctx.kernel, do, (q, k, v), (o, lse), ctx.plan, sums)  # type: ignore[arg-type]
-        return *(s.to(q.dtype) for s in sums), None, None
+        return *(s.to(q.dtype) for s in sums), sinks_gradient(do, o, lse, sinks), None, None
 
 
-def tiled(q: Tensor, k: Tensor, v: Tensor, plan: Sequence[Tile], kernel: Kernel) -> Tensor:
+def tiled(
+    q: Tensor, k: Tensor, v: Tensor, plan: Sequence[Tile], kernel: Kernel, sinks_H: Tensor | None = None
+) -> Tensor:
     """o_BHSV of attention inside the tiles of a plan, all on this rank."""
-    return _Tiled.apply(q, k, v, plan, kernel)
+    return _Tiled.apply(q, k, v, sinks_H, plan, kernel)
 
 
 def default_scale(head_size: int) -> float:

@@ -1,8 +1,8 @@
 """Attention as a list of tiles: which blocks of queries and keys meet, and what is allowed inside a block. PURE.
 
-A query at row slot i may attend to a key at slot j of its own document with j <= i, and j > i - window where there is a
-window. Only blocks with an allowed pair become tiles, so work is proportional to what the mask allows, and the mask
-itself exists at most for one tile at a time.
+A query at row slot i may attend to a key at slot j of its own document: with j <= i, and j > i - window where there is
+a window; or, not causal, to all of it. Only blocks with an allowed pair become tiles, so work is proportional to what
+the mask allows, and the mask itself exists at most for one tile at a time.
 """
 
 from __future__ import annotations
@@ -59,24 +59,31 @@ class _Segment:
 
 @lru_cache(maxsize=256)
 def tiles(
-    queries: Runs, keys: Runs, cuts: Cuts | None, batch: int, window: int = 0, most: int = 0, join: bool = True
+    queries: Runs,
+    keys: Runs,
+    cuts: Cuts | None,
+    batch: int,
+    window: int = 0,
+    most: int = 0,
+    join: bool = True,
+    causal: bool = True,
 ) -> tuple[Tile, ...]:
     """The tiles between the queries and the keys of `batch` rows.
 
     `cuts`: documents of each row that do not see one another. `most` above 0: queries per tile. `join`: tiles may span
-    several runs, whose slots do not follow one another.
+    several runs, whose slots do not follow one another. Without `causal` there is no window.
     """
     found: list[Tile] = []
     for span, borders in _alike(cuts, batch):
         here: list[Tile] = []
         for start, stop in borders:
             q, k = _inside(queries, start, stop), _inside(keys, start, stop)
-            if join and not window and not most and q == k and _adjacent(q):
+            if causal and join and not window and not most and q == k and _adjacent(q):
                 here.append(_square(span, q))
                 continue
             for a in q:
                 for b in k:
-                    here += _between(span, a, b, window, most)
+                    here += _between(span, a, b, window, most) if causal else _everything(span, a, b, most)
         found += _joined(here) if join else here
     return tuple(_firsts(found))
 
@@ -129,6 +136,15 @@ def _between(rows: Span, q: _Segment, k: _Segment, window: int, most: int) -> It
         at = (q.local + low - q.row, q.local + high - q.row)
         over = (k.local + first - k.row, k.local + last - k.row)
         yield Tile(rows, at, over, low, first, kind, window if kind is Kind.BAND else 0)
+
+
+def _everything(rows: Span, q: _Segment, k: _Segment, most: int) -> Iterator[Tile]:
+    """Tiles in which every query sees every key."""
+    over = (k.local, k.local + k.stop - k.row)
+    for low in range(q.row, q.stop, most or q.stop - q.row):
+        high = min(low + (most or q.stop - q.row), q.stop)
+        at = (q.local + low - q.row, q.local + high - q.row)
+        yield Tile(rows, at, over, low, k.row, Kind.FULL)
 
 
 def _step(window: int) -> int:

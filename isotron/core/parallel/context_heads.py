@@ -75,7 +75,9 @@ class Heads(nn.Module):
         super().__init__()
         self.plain, self.inner, self.outer, self.members = plain, inner, outer, tuple(members)
 
-    def forward(self, q_BHSN: Tensor, k_BKSN: Tensor, v_BKSN: Tensor, ctx: Context) -> Tensor:
+    def forward(
+        self, q_BHSN: Tensor, k_BKSN: Tensor, v_BKSN: Tensor, ctx: Context, sinks_H: Tensor | None = None
+    ) -> Tensor:
         """o_BHSN of the local queries."""
         part, n, ids = part_of(ctx), self.inner.size, ctx.batch.sample_ids
         if q_BHSN.shape[1] % n:
@@ -86,11 +88,13 @@ class Heads(nn.Module):
         if copies > 1:
             k_BKSN, v_BKSN = (x.repeat_interleave(copies, 1) for x in (k_BKSN, v_BKSN))
         q, k, v = (_ToHeads.apply(x, self.inner) for x in (q_BHSN, k_BKSN, v_BKSN))
+        if sinks_H is not None:
+            sinks_H = sinks_H.unflatten(0, (n, -1))[self.inner.index]
         if self.outer is not None:
             runs = [joined([part.runs[r] for r in ranks]) for ranks in self.outer.parts]
-            return _ToSlots.apply(self.outer.among(q, k, v, runs, part.cuts, ids), self.inner)
+            return _ToSlots.apply(self.outer.among(q, k, v, runs, part.cuts, ids, sinks_H), self.inner)
         there = torch.tensor(slots(joined([part.runs[r] for r in self.members])), device=q.device)
         order = torch.argsort(there)
         q, k, v = (x.index_select(2, order) for x in (q, k, v))
-        o = self.plain.over(q, k, v, part.cuts, ids).index_select(2, there)
+        o = self.plain.over(q, k, v, part.cuts, ids, sinks_H).index_select(2, there)
         return _ToSlots.apply(o, self.inner)

@@ -23,7 +23,15 @@ from isotron.core.errors import refuse
 from isotron.core.mesh import Group
 from isotron.core.nn.attention import Causal
 from isotron.core.nn.context import Context
-from isotron.core.nn.kernels import Kernel, add_gradients, add_tiles, empty_result, zeros_like_wide
+from isotron.core.nn.kernels import (
+    Kernel,
+    add_gradients,
+    add_sinks,
+    add_tiles,
+    empty_result,
+    sinks_gradient,
+    zeros_like_wide,
+)
 from isotron.core.nn.tiles import Tile
 from isotron.core.rows import Cuts, Runs
 
@@ -33,7 +41,15 @@ Plans = tuple[tuple[Tile, ...], ...]  # by the rank whose keys are met
 class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, plans: Plans, steps: int, kernel: Kernel, group: Group
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        plans: Plans,
+        steps: int,
+        kernel: Kernel,
+        group: Group,
     ) -> Tensor:
         o, lse = empty_result(q, v, exact=True)
         held = k.contiguous(), v.contiguous()
@@ -41,14 +57,15 @@ class _Ring(torch.autograd.Function):
             coming = _pass_on(held, group) if step + 1 < steps else ()
             add_tiles(kernel, q, *held, plans[(group.index - step) % group.size], o, lse, begun=step > 0)
             held = _arrived(coming, held)
+        lse = add_sinks(o, lse, sinks)
         o = o.to(q.dtype)
         ctx.plans, ctx.steps, ctx.kernel, ctx.group = plans, steps, kernel, group
-        ctx.save_for_backward(q, k, v, o, lse)
+        ctx.save_for_backward(q, k, v, sinks, o, lse)
         return o
 
     @staticmethod
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, o, lse = ctx.saved_tensors
+        q, k, v, sinks, o, lse = ctx.saved_tensors
         group, n = ctx.group, ctx.group.size
         dq, dk, dv = zeros_like_wide(q, k, v)
         held = k.contiguous(), v.contiguous()
@@ -69,7 +86,8 @@ class _Ring(torch.autograd.Function):
             dv.add_(dv_part.wait())
             for p in sent:
                 p.wait()
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None, None
+        dsinks = sinks_gradient(do, o, lse, sinks)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks, None, None, None, None
 
 
 def _pass_on(held: tuple[Tensor, Tensor], group: Group) -> Sequence[comm.Pending]:
@@ -88,7 +106,9 @@ def _arrived(coming: Sequence[comm.Pending], held: tuple[Tensor, Tensor]) -> tup
 
 class _Gathered(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plans: Plans, kernel: Kernel, group: Group) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, plans: Plans, kernel: Kernel, group: Group
+    ) -> Tensor:
         coming = [comm.start_all_gather(x[None], group, 0) for x in (k, v)]
         o, lse = empty_result(q, v, exact=True)
         add_tiles(kernel, q, k, v, plans[group.index], o, lse)
@@ -96,14 +116,15 @@ class _Gathered(torch.autograd.Function):
         for rank, plan in enumerate(plans):
             if rank != group.index:
                 add_tiles(kernel, q, every_k[rank], every_v[rank], plan, o, lse, begun=True)
+        lse = add_sinks(o, lse, sinks)
         o = o.to(q.dtype)
         ctx.plans, ctx.kernel, ctx.group = plans, kernel, group
-        ctx.save_for_backward(q, k, v, o, lse)
+        ctx.save_for_backward(q, k, v, sinks, o, lse)
         return o
 
     @staticmethod
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, o, lse = ctx.saved_tensors
+        q, k, v, sinks, o, lse = ctx.saved_tensors
         coming = [comm.start_all_gather(x[None], ctx.group, 0) for x in (k, v)]
         (dq,) = zeros_like_wide(q)
         every_k, every_v = (p.wait() for p in coming)
@@ -113,7 +134,7 @@ class _Gathered(torch.autograd.Function):
             add_gradients(ctx.kernel, do, (q, every_k[rank], every_v[rank]), (o, lse), plan, sums)
         leaving = [comm.start_reduce_scatter(x.to(k.dtype), ctx.group, 0) for x in (every_dk, every_dv)]
         dk, dv = (p.wait()[0] for p in leaving)
-        return dq.to(q.dtype), dk, dv, None, None, None
+        return dq.to(q.dtype), dk, dv, sinks_gradient(do, o, lse, sinks), None, None, None
 
 
 class Ring(nn.Module):
@@ -127,22 +148,31 @@ class Ring(nn.Module):
         self.plain, self.group, self.gather = plain, group, gather
         self.parts = tuple(map(tuple, parts))
 
-    def forward(self, q_BHSN: Tensor, k_BKSN: Tensor, v_BKSN: Tensor, ctx: Context) -> Tensor:
+    def forward(
+        self, q_BHSN: Tensor, k_BKSN: Tensor, v_BKSN: Tensor, ctx: Context, sinks_H: Tensor | None = None
+    ) -> Tensor:
         """o_BHSN of the local queries."""
         part = part_of(ctx)
-        return self.among(q_BHSN, k_BKSN, v_BKSN, part.runs, part.cuts, ctx.batch.sample_ids)
+        return self.among(q_BHSN, k_BKSN, v_BKSN, part.runs, part.cuts, ctx.batch.sample_ids, sinks_H)
 
     def among(
-        self, q: Tensor, k: Tensor, v: Tensor, runs: Sequence[Runs], cuts: Cuts | None, sample_ids_B: Tensor
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        runs: Sequence[Runs],
+        cuts: Cuts | None,
+        sample_ids_B: Tensor,
+        sinks_H: Tensor | None = None,
     ) -> Tensor:
         """o of the local queries; `runs` of each rank of the group."""
         kernel, n, here = self.plain.kernel(q, sample_ids_B), self.group.size, self.group.index
         batch = len(q)
         plans = tuple(self.plain.plan(runs[here], runs[j], cuts, batch, kernel) for j in range(n))
         if self.gather:
-            return _Gathered.apply(q, k, v, plans, kernel, self.group)
+            return _Gathered.apply(q, k, v, sinks_H, plans, kernel, self.group)
         steps = n if cuts is None and not self.plain.window else self._reach(runs, cuts, batch, kernel)
-        return _Ring.apply(q, k, v, plans, steps, kernel, self.group)
+        return _Ring.apply(q, k, v, sinks_H, plans, steps, kernel, self.group)
 
     def _reach(self, runs: Sequence[Runs], cuts: Cuts | None, batch: int, kernel: Kernel) -> int:
         """Steps after which no rank meets keys that it needs; the same number on every rank."""
