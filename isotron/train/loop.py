@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from isotron.core import device as devices
 from isotron.core.errors import Refused, refuse
@@ -33,12 +33,20 @@ from isotron.train.timeline import StepTracer
 MAX_REWINDS = 10
 
 
+class Measured(Protocol):
+    """What a task came to."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values: task, metrics (name -> value and stderr), examples."""
+        ...
+
+
 @dataclass
 class Run:
     """A state in progress with what feeds it, where it is saved and what it reports to.
 
     `rebuild` gives the training and validation data anew, after the position in them has moved. `end_of_step`: behind
-    the samples of the step that is being taken.
+    the samples of the step that is being taken. `tasks`: what each evaluation measures beside the loss.
     """
 
     state: TrainState
@@ -54,13 +62,22 @@ class Run:
     injector: Injector
     deadline: Deadline
     rebuild: Callable[[], tuple[Sequence[Any], Sequence[Any] | None]]
+    tasks: Callable[[], Sequence[Measured]] | None = None
     end_of_step: int = 0
     stragglers: Stragglers = field(default_factory=Stragglers)
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether there is anything to evaluate on."""
+        return self.valid_data is not None or self.tasks is not None
 
     def batches(self, data: Sequence[Any], start: int, size: int) -> list[Any]:
         """This rank's microbatches of the global batch of `size` samples from `start` on, on its device."""
         cfg, mesh = self.state.config, self.state.model.mesh
         dp = mesh.group("dp")
+        if cfg.layout.hybrid_context_parallel:
+            rows = microbatches(data, start, size, size, 0, 1, cfg.data, self.eod)
+            return [b.to(self.state.model.device) for b in self.state.model.deal(rows)]
         found = microbatches(
             data,
             start,
@@ -101,10 +118,10 @@ def train_on(run: Run) -> int:
                 return stopped(run)
             if _due(state.step, cfg.checkpoint.save_interval) or state.step == cfg.train.train_iters:
                 save(run)
-            if run.valid_data is not None and _due(state.step, cfg.train.eval_interval) and evaluate(run) is None:
+            if run.evaluates and _due(state.step, cfg.train.eval_interval) and evaluate(run) is None:
                 return stopped(run)
     run.saves.save_last()
-    if run.valid_data is not None and not _due(state.step, cfg.train.eval_interval) and evaluate(run) is None:
+    if run.evaluates and not _due(state.step, cfg.train.eval_interval) and evaluate(run) is None:
         return stopped(run)
     run.guard.end()
     run.metrics.event("finished")
@@ -225,13 +242,19 @@ def evaluate(run: Run) -> float | None:
 
     None when all ranks were told to stop meanwhile: whoever sends the signal does not wait for an evaluation.
     """
-    sets = run.valid_data if isinstance(run.valid_data, Mapping) else {"valid": run.valid_data or ()}
+    sets = run.valid_data if isinstance(run.valid_data, Mapping) else {"valid": run.valid_data}
+    sets = {name: data for name, data in sets.items() if data is not None}
     losses = []
     for name, data in sets.items():
         loss = _evaluate_set(run, name, data)
         if loss is None:
             return None
         losses.append(loss)
+    if run.tasks is not None:
+        started = time.perf_counter()
+        with run.watchdog.phase("evaluation"):
+            for found in run.tasks():
+                run.metrics.task(run.state.step, found.as_json(), time.perf_counter() - started)
     return sum(losses) / max(len(losses), 1)
 
 

@@ -37,9 +37,11 @@ def scaled_layout(config: RunConfig) -> Layout:
         cp=cp,
         cp_comm_type=_types(own.cp_comm_type),
         hierarchical_cp_sizes=(2, cp // 2) if "a2a+p2p" in own.cp_comm_type and cp > 1 else (),
+        max_seqlen_per_dp_cp_rank=SEQUENCE // (cp * min(max(own.dp, 1), 2)) if own.hybrid_context_parallel else 0,
         vpp=min(own.chunks, 2),
         schedule="auto" if is_file(own.schedule) else own.schedule,  # a table in a file has one size
         microbatch_group=0,
+        schedule_costs=own.schedule_costs if len(own.schedule_costs) <= 4 else (),  # of every stage: of one size too
         pipeline_layout="",
         layers_per_stage=(),
         first_stage_layers=min(own.first_stage_layers, 1),

@@ -9,7 +9,7 @@ two such measurements against each other by one rule: max|a-b| <= tolerance * ma
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from isotron.core import device as devices
 from isotron.core.batch import Batch
 from isotron.core.errors import refuse
 from isotron.core.layout import Box
-from isotron.core.mesh import AXES, Group, Mesh
+from isotron.core.mesh import ALONE, AXES, Group, Mesh
 from isotron.core.optim.build import make_optimizer
 from isotron.core.optim.config import OptimConfig
 from isotron.core.optim.optimizer import Optimizer
@@ -108,6 +108,13 @@ def microbatches(case: Case, step: int, dp: Group) -> list[Batch]:
     return batches
 
 
+def _own(case: Case, step: int, model: ParallelModel) -> list[Batch]:
+    """This rank's microbatches of one step, dealt anew where the layout says so."""
+    if case.layout.hybrid_context_parallel:
+        return model.deal(microbatches(replace(case, micro_batch=1), step, ALONE))
+    return microbatches(case, step, model.mesh.group("dp"))
+
+
 def randomise(model: ParallelModel, seed: int) -> None:
     """Every weight, bias and gain random, so that no term can hide behind a zero or a one."""
     for stage in model.stages.values():
@@ -189,7 +196,7 @@ def measure(case: Case) -> Measured:
     schedule = ScheduleConfig(lr=1e-3, lr_decay_style="constant", weight_decay=0.1)
     with injected(case.inject, model):
         for step in range(case.steps):
-            batches = [b.to(model.device) for b in microbatches(case, step, mesh.group("dp"))]
+            batches = [b.to(model.device) for b in _own(case, step, model)]
             result = train_step(model, optimizer, LossScaler(1.0, dynamic=False), schedule, batches)
             found.losses.append(result.loss)
             found.norms.append(result.grad_norm)

@@ -26,6 +26,8 @@ from isotron.core.nn.decoder import Decoder
 from isotron.core.nn.dropout import Dropout
 from isotron.core.parallel.context_heads import Heads
 from isotron.core.parallel.context_ring import Ring
+from isotron.core.parallel.deal import sizes_of
+from isotron.core.parallel.dealt import Varied
 from isotron.core.parallel.plan import Layout
 from isotron.core.rows import slots, zigzag
 
@@ -46,7 +48,10 @@ def local_batch(batch: Batch, index: int, count: int) -> Batch:
 
 def fill_context(module: Decoder, layout: Layout, mesh: Mesh) -> None:
     """Give the attention layers of a stage the cores of its context parallelism, and dropout its place in the rows."""
-    group, tp = mesh.group("cp"), mesh.group("tp")
+    group = mesh.group("cp")
+    if layout.hybrid_context_parallel:
+        _fill_varied(module, layout, mesh)
+        return
     if group.size == 1:
         return
     for layer in module.modules():
@@ -58,6 +63,18 @@ def fill_context(module: Decoder, layout: Layout, mesh: Mesh) -> None:
             plain = getattr(layer, "core", None)
             if isinstance(plain, Causal):
                 layer.core = context_core(plain, kind, layout, mesh)
+
+
+def _fill_varied(module: Decoder, layout: Layout, mesh: Mesh) -> None:
+    """Cores for groups of every size; these are neighbours among the ranks that hold the same weights."""
+    along, index = mesh.ranks_along("cp", "dp"), mesh.group("cp", "dp").index
+    starts = ((size, index // size * size) for size in sizes_of(len(along)) if size > 1)
+    groups = [mesh.group_of(along[start : start + size]) for size, start in starts]
+    for number, block in module.layers.items():
+        for layer in list(block.modules()):
+            plain = getattr(layer, "core", None)
+            if isinstance(plain, Causal):
+                layer.core = Varied(plain, groups, gather=layout.cp_type(int(number)) == "allgather")
 
 
 def context_core(plain: Causal, kind: str, layout: Layout, mesh: Mesh) -> nn.Module:

@@ -18,7 +18,11 @@ from isotron.core.errors import refuse
 from isotron.core.layout import Box, whole
 from isotron.core.mesh import AXES, Mesh
 from isotron.core.parallel.context import local_batch
+from isotron.core.parallel.costs import costed
 from isotron.core.parallel.data import View
+from isotron.core.parallel.deal import Costs, document_costs
+from isotron.core.parallel.dealt import dealt
+from isotron.core.parallel.pipeline.actions import Schedule
 from isotron.core.parallel.pipeline.runtime import Runtime
 from isotron.core.parallel.plan import Layout, split_layers
 from isotron.core.parallel.split import model_costs
@@ -46,7 +50,7 @@ class ParallelModel:
         if layout.vpp > 1 and layout.pp == 1:
             asked = f"--vpp {layout.vpp} --pp 1"
             raise refuse(asked, "chunks are dealt to pipeline ranks, and there is one", "--vpp 1, or --pp 2 or more")
-        self.config, self.layout, self.mesh = config, layout, mesh
+        self.config, self.layout, self.mesh = config, costed(config, layout), mesh
         self.dtype, self.device = dtype, device
         layers = split_layers(config.num_layers, layout, model_costs(config))
         self.stages: dict[int, Stage] = {}
@@ -54,8 +58,20 @@ class ParallelModel:
             if holder == mesh.coordinate["pp"]:
                 beside = self.stages.get(0)
                 self.stages[s] = build_stage(config, s, layers[s], layout, mesh, dtype, device, seed, beside, frozen)
+        self._tables: dict[tuple[int, bool], Schedule] = {}
         keep = layout.recompute_keep if layout.recompute == "full" else None
-        self.runtime = Runtime(self.stages, mesh.group("pp"), layout.overlap_grad_reduce, keep)
+        # ranks that are dealt documents end at different times: nothing of the reduction is started before the end
+        overlap = layout.overlap_grad_reduce and not layout.hybrid_context_parallel
+        self.runtime = Runtime(self.stages, mesh.group("pp"), overlap, keep)
+
+    def table(self, microbatches: int, forward_only: bool = False) -> Schedule:
+        """What this rank executes in its row of a step, or of an evaluation."""
+        key = microbatches, forward_only
+        if key not in self._tables:
+            sizes = {number: stage.gathered_elements for number, stage in self.stages.items()}
+            sizes = {number: size for number, size in sizes.items() if size and self.layout.max_live_parameters}
+            self._tables[key] = self.layout.table(microbatches, forward_only, sizes)
+        return self._tables[key]
 
     def count_parameters(self) -> int:
         """Elements of the whole model, each logical parameter once, without padding; counted over the ranks."""
@@ -73,7 +89,7 @@ class ParallelModel:
             stage.module.sequence_weight = scale / sequences
             stage.module.train()
             stage.flat.begin()
-        terms = self.runtime.run(self.layout.table(len(batches)), self.local(batches), weight)
+        terms = self.runtime.run(self.table(len(batches)), self.local(batches), weight)
         for stage in self.stages.values():
             stage.flat.finish_reduce()
         return terms
@@ -83,19 +99,27 @@ class ParallelModel:
         """Per-term sums of this rank as in training, dropout and all, without gradients."""
         for stage in self.stages.values():
             stage.module.train()
-        return self.runtime.run(self.layout.table(len(batches), forward_only=True), self.local(batches), 1.0)
+        return self.runtime.run(self.table(len(batches), forward_only=True), self.local(batches), 1.0)
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> dict[str, Tensor]:
         """Per-term sums of this rank without gradients."""
         for stage in self.stages.values():
             stage.module.eval()
-        return self.runtime.run(self.layout.table(len(batches), forward_only=True), self.local(batches), 1.0)
+        return self.runtime.run(self.table(len(batches), forward_only=True), self.local(batches), 1.0)
 
     def local(self, batches: Sequence[Batch]) -> list[Batch]:
         """This context-parallel rank's slots of whole rows."""
         cp = self.mesh.group("cp")
-        return [local_batch(b, cp.index, cp.size) for b in batches]
+        return [b if b.part is not None else local_batch(b, cp.index, cp.size) for b in batches]
+
+    def deal(self, batches: Sequence[Batch]) -> list[Batch]:
+        """This rank's microbatches of a whole global batch, under dynamic context parallelism."""
+        layout, group = self.layout, self.mesh.group("cp", "dp")
+        given = layout.hybrid_costs
+        costs = Costs(*given) if given else document_costs(self.config)
+        most = layout.max_seqlen_per_dp_cp_rank or -(-batches[0].shape[1] // layout.cp)
+        return dealt(batches, group.index, group.size, most, costs, layout.tp if layout.sequence_parallel else 1)
 
     def views(self) -> list[View]:
         """What this rank's optimizer steps."""
@@ -132,9 +156,12 @@ class ParallelModel:
         return torch.promote_types(self.dtype, torch.float32)
 
     def count_tokens(self, batches: Sequence[Batch]) -> float:
-        """Unmasked tokens of a step over all ranks; looks at data only, which are whole rows on every cp rank."""
+        """Unmasked tokens of a step over all ranks; looks at data only, whole rows that all cp ranks have, or what
+        they were dealt.
+        """
         total = torch.stack([b.loss_mask.sum(dtype=torch.float64) for b in batches]).sum()
-        return float(comm.all_reduce(total.to(self.device), self.mesh.group("dp")))
+        axes = ("cp", "dp") if any(b.part is not None for b in batches) else ("dp",)
+        return float(comm.all_reduce(total.to(self.device), self.mesh.group(*axes)))
 
     def sum_terms(self, terms: dict[str, Tensor], names: Sequence[str]) -> list[float]:
         """Each term summed over all ranks once, the same on every rank."""
