@@ -12,7 +12,7 @@ from isotron.commands.helptext import options_help
 from isotron.commands.run_options import JSON
 from isotron.config.argv import parse
 from isotron.config.catalogue import Option
-from isotron.core.errors import Problem, Refused
+from isotron.core.errors import Problem, Refused, refuse
 from isotron.core.parallel.pipeline import registry
 from isotron.core.parallel.pipeline.draw import grid
 from isotron.core.parallel.pipeline.events import predicted, trace_file
@@ -32,8 +32,9 @@ OWN = {
         "schedule_memory", "float", 0.0, "auto: most microbatches that a rank keeps; 0 means as many as 1f1b, pp"
     ),
     "schedule_costs": Option(
-        "schedule_costs", "ints", (), "of a rank's layers: forward, input gradient, weight gradient[, transfer]"
+        "schedule_costs", "ints", (), "of a rank's layers, or of every stage: forward, input and weight gradient[, way]"
     ),
+    "schedule_costs_from": Option("schedule_costs_from", "str", "", "take them from a trace of isotron train --trace"),
     "target_bubble": Option("target_bubble", "float", 0.0, "also say what batch gives this bubble, in percent"),
     "svg": Option("svg", "str", "", "write the picture to this file"),
     "trace": Option("trace", "str", "", "write a trace for Perfetto or chrome://tracing to this file"),
@@ -56,6 +57,8 @@ def run(words: Sequence[str]) -> int:
     p = len(table.ranks) if table else values["pp"]
     m = table.microbatches if table else _microbatches(values)
     stages = (table.stages // p,) if table else values["vpp"] or (0,)
+    if values["schedule_costs_from"]:
+        values["schedule_costs"] = _measured(values["schedule_costs_from"])
     studies = [
         study(name, p, m, v, values["microbatch_group"], values["schedule_memory"], values["schedule_costs"])
         for v in stages
@@ -68,6 +71,18 @@ def run(words: Sequence[str]) -> int:
     else:
         print("\n".join(_lines(studies, wanted, values)))
     return 0
+
+
+def _measured(path: str) -> tuple[int, ...]:
+    """What the stages of a traced step took; refuses a file that is not such a trace."""
+    try:
+        facts = json.loads(Path(path).read_text(encoding="utf-8"))["otherData"]
+        return tuple(int(n) for n in facts["schedule_costs"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        case = f"it is not a trace of a step: {type(error).__name__} {error}"
+        raise refuse(
+            f"--schedule-costs-from {path}", case, "RUN/trace/step_00000002.json of a train --trace 2"
+        ) from None
 
 
 def _problems(name: str, values: dict[str, Any], doubtful: set[str]) -> list[Problem]:
@@ -140,6 +155,8 @@ def _lines(studies: list[Study], wanted: list[Target], values: dict[str, Any]) -
             f"{s.table.name:<14} {s.v:>11} {100 * s.bubble:>7.2f} % {100 * idle:>7.2f} % {s.kept:>8.2f} "
             f"{s.report.makespan:>10.6g} {max(s.report.exposed):>8.3g}"
         )
+    if values["schedule_costs_from"]:
+        lines += ["", f"measured: --schedule-costs {','.join(map(str, values['schedule_costs']))}"]
     lines += ["", "bubble: idle over busy time; own idle: between a rank's own first and last action, at most;"]
     lines += ["kept: activations in microbatches of a whole rank, at most; waits: for transfers alone, at most"]
     for s, t in _beside(studies, wanted):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from isotron.config.rules import Facts, Rule, asked
 from isotron.config.schema import RunConfig
 from isotron.core.errors import Problem, Refused
+from isotron.core.parallel.costs import costed
 from isotron.core.parallel.pipeline import library, registry, tables
 from isotron.core.parallel.pipeline.simulate import simulate
 from isotron.core.parallel.split import layout_counts
@@ -73,6 +74,10 @@ def _search_problem(c: RunConfig) -> Problem | None:
     if layout.schedule_memory <= 0 or layout.schedule != "auto" or layout.pp == 1 or _search_costs_broken(c, Facts()):
         return None
     try:
+        layout = costed(c.model, layout)
+    except Refused:
+        return None  # of the split, which has its own rule
+    try:
         layout.table(max(1, _microbatches(c)))
     except Refused as refused:
         return refused.problems[0]
@@ -85,7 +90,7 @@ def _search_fails(c: RunConfig, f: Facts) -> Problem:
 
 def _search_costs_broken(c: RunConfig, f: Facts) -> bool:
     try:
-        library.costs_of(c.layout.schedule_costs)
+        library.costs_of(c.layout.schedule_costs, c.layout.pp, c.layout.chunks)
     except Refused:
         return True
     return bool(c.layout.schedule_costs) and not c.layout.schedule_memory
@@ -97,8 +102,8 @@ def _search_costs(c: RunConfig, f: Facts) -> Problem:
 
 
 def _group(c: RunConfig, f: Facts) -> Problem:
-    case = "groups of microbatches belong to the interleaved schedule, and are at least as large as pp"
-    return Problem(asked(c, "microbatch_group", "schedule", "pp"), case, "--microbatch-group 0")
+    case = "groups of microbatches belong to the interleaved schedule"
+    return Problem(asked(c, "microbatch_group", "schedule"), case, "--microbatch-group 0")
 
 
 def _layout_problem(c: RunConfig) -> Problem | None:
@@ -153,9 +158,8 @@ PIPELINE_RULES: tuple[Rule, ...] = (
                                  "global_batch_size", "micro_batch_size"),
          lambda c, f: _search_problem(c) is not None, _search_fails),
     Rule("costs of the search", ("schedule_costs", "schedule_memory"), _search_costs_broken, _search_costs),
-    Rule("groups of microbatches", ("microbatch_group", "schedule", "pp", "vpp"),
-         lambda c, f: c.layout.microbatch_group > 0
-         and (c.layout.schedule_name != "interleaved" or c.layout.microbatch_group < c.layout.pp), _group),
+    Rule("groups of microbatches", ("microbatch_group", "schedule", "vpp"),
+         lambda c, f: c.layout.microbatch_group > 0 and c.layout.schedule_name != "interleaved", _group),
     Rule("kept of full recompute", ("recompute", "recompute_keep"),
          lambda c, f: c.layout.recompute_keep > 0 and c.layout.recompute != "full", _keep),
 )  # fmt: skip

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from isotron.config.schema import RunConfig
+from isotron.core.parallel.costs import costed
 from isotron.core.parallel.pipeline.actions import Schedule
 from isotron.core.parallel.plan import Layout
 
@@ -94,7 +95,7 @@ class Job:
 
     def table(self) -> Schedule:
         """The pipeline table, with at most `simulated` microbatches."""
-        return self.layout.table(self.simulated)
+        return costed(self.config, self.layout).table(self.simulated)
 
     def with_layout(self, **leaves: Any) -> Job:
         """The job with some leaves of its layout replaced."""

@@ -125,7 +125,15 @@ def together(everyone: Sequence[dict[str, Any]], table: Schedule, number: int) -
     took = max((e.end for e in measured if e.lane == COMPUTE), default=0.0) - began
     facts = {"step": number, "schedule": table.name, "predicted_s": report.makespan, "measured_s": took}
     facts |= {"predicted_bubble": min(report.bubble), "measured_bubble": measured_bubble(measured)}
+    facts["schedule_costs"] = microseconds(costs, table.stages)
     return trace_file([*shown, *measured], 1e6, facts)
+
+
+def microseconds(costs: Costs, stages: int) -> list[int]:
+    """Costs as `--schedule-costs` takes them: four numbers for every stage."""
+    forward, backward, weight, way = (costs.per_stage(f, stages) for f in ("forward", "backward", "weight", "transfer"))
+    rows = zip(forward, backward, weight, way, strict=True)
+    return [round(1e6 * t) for f, b, w, t in rows for t in (f, b - w, w, t)]
 
 
 def measured_bubble(events: Sequence[Event]) -> float:

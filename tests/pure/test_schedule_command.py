@@ -128,6 +128,7 @@ def test_auto_names_what_it_found(capsys: pytest.CaptureFixture[str]) -> None:
         ("1f1b --table a.json", "--table schedule.csv"),
         ("nowhere.csv", "it cannot be read"),
         ("1f1b --schedule-costs 1,2", "1,1,1,0"),
+        ("1f1b --schedule-costs-from nowhere.json", "not a trace of a step"),
         ("1f1b --lr 3", "not of this command"),
     ],
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import lru_cache
@@ -77,25 +77,38 @@ def layout_counts(text: str) -> list[int]:
 
 @dataclass(frozen=True)
 class LayerCosts:
-    """Relative cost of every block, and of what the first and the last stage have besides."""
+    """Relative cost of every block, and of what the first and the last stage have besides.
+
+    `scores`: the share of each block that has no weights. `head`: the share of `last` that is the output layer.
+    """
 
     blocks: tuple[float, ...]
     first: float = 0.0
     last: float = 0.0
+    scores: float = 0.0
+    head: float = 0.0
 
 
 def model_costs(config: Any) -> LayerCosts:
     """Multiply-adds per token from the layout table of a model: matrices, attention scores, the output layer.
 
-    Blocks may differ (rules for single layer numbers count for those); looking up an embedding costs nothing.
+    Blocks may differ (rules for single layer numbers count for those); of experts a token meets those that it visits;
+    looking up an embedding costs nothing. Modules that predict further tokens stand on the last stage.
     """
+    visited: Callable[[str], float] = getattr(config, "visited", lambda pattern: 1.0)
     rules = [rule for rule in config.layout(max(config.vocab_size, 1)).rules if len(rule.shape) >= 2]
-    attention = config.num_attention_heads * config.head_size * max(config.max_position_embeddings, 0)
-    blocks = []
-    for i in range(config.num_layers):
-        own = (r for r in rules if fnmatchcase(f"layers.{i}", ".".join(r.pattern.split(".")[:2])))
-        blocks.append(float(attention + sum(prod(r.shape) for r in own)))
-    return LayerCosts(tuple(blocks), 0.0, float(sum(prod(r.shape) for r in rules if r.pattern.startswith("head."))))
+    attention = float(config.num_attention_heads * config.head_size * max(config.max_position_embeddings, 0))
+
+    def products(begins: str) -> float:
+        own = (r for r in rules if fnmatchcase(begins, ".".join(r.pattern.split(".")[: begins.count(".") + 1])))
+        return float(sum(prod(r.shape) * visited(r.pattern) for r in own))
+
+    blocks = tuple(attention + products(f"layers.{i}") for i in range(config.num_layers))
+    depths = getattr(config, "mtp_num_layers", 0)
+    head = float(sum(prod(r.shape) for r in rules if r.pattern.startswith("head.")))
+    head = (head or products("embed")) * (1 + depths)  # a tied output layer has no entry of its own
+    ahead = sum(attention + products(f"mtp.{k}") for k in range(depths))
+    return LayerCosts(blocks, 0.0, head + ahead, attention, head)
 
 
 def balanced_counts(costs: LayerCosts, stages: int) -> list[int]:

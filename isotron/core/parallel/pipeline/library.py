@@ -20,10 +20,10 @@ def plan(
     """The complete table of schedule `name` for p ranks, m microbatches and v stages per rank.
 
     `group`: microbatches per chunk of the interleaved schedule. `auto` with a `memory` limit (in microbatches of a
-    whole rank) is searched for `costs` (forward, input gradient, weight gradient and transfer of a whole rank).
+    whole rank) is searched for `costs`, as `costs_of` reads them.
     """
     if name == "auto" and memory and p > 1:
-        found = search.search(p, m, costs_of(costs), memory, (placement(name, p, v, memory),))
+        found = search.search(p, m, costs_of(costs, p, v), memory, (placement(name, p, v, memory),))
         return replace(found.table, name="auto")
     return complete(registry.build(registry.resolved(name, v), p, m, registry.stages_per_rank(name, p, v), group))
 
@@ -62,12 +62,24 @@ def complete(table: Schedule) -> Schedule:
     return table if Kind.REDUCE in kinds else with_reduce(table)
 
 
-def costs_of(numbers: tuple[float, ...]) -> Costs:
-    """Costs from (forward, input gradient, weight gradient[, transfer]) of a whole rank; refuses other counts."""
+def costs_of(numbers: tuple[float, ...], p: int = 1, v: int = 0) -> Costs:
+    """Costs from numbers: forward, input gradient, weight gradient and, if wanted, transfer of a whole rank.
+
+    Or of every stage, one after the other: 4 numbers each, or 5 with what a microbatch keeps (in any unit: of a whole
+    rank it is 1 on average). `v`: stages per rank, 0 if any will do. Refuses other counts.
+    """
     if not numbers:
         return Costs()
-    if len(numbers) not in (3, 4) or min(numbers) < 0 or max(numbers[:3]) == 0:
+    widths = [w for w in (4, 5) for per_rank in ((v,) if v else (1, 2, 3)) if w * p * per_rank == len(numbers) > 4]
+    whole = len(numbers) in (3, 4)
+    rows = [(*numbers, 0)[:4]] if whole else list(zip(*[iter(numbers)] * (widths or [len(numbers)])[0], strict=True))
+    if not (whole or widths) or min(numbers) < 0 or max(max(row[:3]) for row in rows) == 0:
         asked = f"--schedule-costs {','.join(f'{n:g}' for n in numbers)}"
-        raise refuse(asked, "it is forward, input gradient, weight gradient and, if wanted, transfer", "1,1,1,0")
-    forward, inputs, weight, transfer = (*numbers, 0)[:4]
-    return Costs(forward, inputs + weight, weight, transfer)
+        case = "it is forward, input gradient, weight gradient and, if wanted, transfer of a rank"
+        raise refuse(asked, f"{case}; or four or five numbers for each of its {p} x {v or 1} stages", "1,1,1,0")
+    forward, inputs, weight, transfer, *kept = zip(*rows, strict=True)
+    if whole:
+        return Costs(forward[0], inputs[0] + weight[0], weight[0], transfer[0])
+    sizes = kept[0] if kept and sum(kept[0]) else (1,) * len(rows)
+    backward = tuple(b + w for b, w in zip(inputs, weight, strict=True))
+    return Costs(forward, backward, weight, transfer, tuple(size * p / sum(sizes) for size in sizes))

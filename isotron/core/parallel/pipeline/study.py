@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil, floor
 from typing import Any
@@ -89,8 +90,8 @@ def study(
     """
     asked = name, p, m, v, group, memory, costs
     if name == "auto" and p > 1:
-        found = search(p, m, library.costs_of(costs), memory or p)
-        own = replace(stage_costs(library.costs_of(costs), found.table.stages // p), activation=1)
+        found = search(p, m, library.costs_of(costs, p), memory or p)
+        own = _own(library.costs_of(costs, p), found.table.stages // p)
         return Study(asked, found.table, own, simulate(found.table, own), found)
     if is_file(name):
         table = library.plan(name, p, m, v)
@@ -99,8 +100,15 @@ def study(
         v = v or {"one": 1, "two": 2, "several": 2}[per_rank]
         name = "1f1b" if v == 1 and per_rank == "several" else name
         table = library.plan(name, p, m, v, group)
-    own = replace(stage_costs(library.costs_of(costs), table.stages // p), activation=1) if costs else Costs()
+    v = table.stages // p
+    own = _own(library.costs_of(costs, p, v), v) if costs else Costs()
     return Study(asked, table, own, simulate(table, own))
+
+
+def _own(costs: Costs, v: int) -> Costs:
+    """Costs of the stages, in which a stage of average size keeps 1 per microbatch."""
+    kept = costs.activation
+    return replace(stage_costs(costs, v), activation=tuple(a * v for a in kept) if isinstance(kept, Sequence) else 1)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,38 @@
+"""What the stages of a model cost in a layout, for the search of a pipeline schedule. PURE."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from isotron.core.parallel.plan import Layout, split_layers
+from isotron.core.parallel.split import model_costs
+
+FINE = 1000  # the most expensive stage, in the unit of the costs
+
+
+def costed(config: Any, layout: Layout) -> Layout:
+    """The layout with the costs that its search for a schedule needs, if it has one and no costs are given."""
+    searches = layout.schedule == "auto" and layout.schedule_memory > 0 and layout.pp > 1
+    return (
+        replace(layout, schedule_costs=modelled(config, layout)) if searches and not layout.schedule_costs else layout
+    )
+
+
+def modelled(config: Any, layout: Layout) -> tuple[int, ...]:
+    """Forward, input gradient, weight gradient, transfer (0) and what is kept, of one stage after the other.
+
+    Counted are multiply-adds. The output layer's three products are all formed with the loss, in the forward; scores of
+    attention have no weights and cost twice as much backward; under full recompute a backward begins with a forward.
+    """
+    costs = model_costs(config)
+    split = split_layers(config.num_layers, layout, costs)
+    rows = []
+    for s, blocks in enumerate(split):
+        scores, all_ = costs.scores * len(blocks), sum(costs.blocks[i] for i in blocks)
+        head, other = (costs.head, costs.last - costs.head) if s == len(split) - 1 else (0.0, 0.0)
+        matrices = all_ - scores + other
+        again = all_ if layout.recompute == "full" else 0.0
+        rows.append((matrices + scores + 3 * head, matrices + 2 * scores + again, matrices, len(blocks)))
+    unit = max(sum(row[:3]) for row in rows) / FINE
+    return tuple(n for f, b, w, kept in rows for n in (round(f / unit), round(b / unit), round(w / unit), 0, kept))
