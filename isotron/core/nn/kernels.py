@@ -107,17 +107,21 @@ class HostFlash:
 
 @dataclass(frozen=True)
 class Explicit:
-    """Scores and probabilities as tensors of one tile: any device, any shape, with dropout of the probabilities."""
+    """Scores and probabilities as tensors of one tile: any device, any shape, with dropout of the probabilities.
+
+    `softcap` above 0: scores are softcap x tanh(score / softcap). Source: Gemma team 2024 (Gemma 2), section 2.
+    """
 
     scale: float
     dropout: Dropout | None = None
     sample_ids: Tensor | None = None
+    softcap: float = 0.0
     most: int = EXPLICIT_QUERIES
     join: bool = False
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
         """o and lse of a tile."""
-        scores = self._scores(q, k, tile)
+        scores = _masked(self._scores(q, k), tile)
         lse = torch.logsumexp(scores, -1)
         p = torch.exp(scores - lse[..., None])
         return _grouped_matmul(self._drop(p, tile).to(v.dtype), v), lse
@@ -126,18 +130,20 @@ class Explicit:
         self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, tile: Tile
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The tile's part of dq, dk, dv."""
-        p = torch.exp(self._scores(q, k, tile) - lse[..., None])
+        scores = self._scores(q, k)
+        p = torch.exp(_masked(scores, tile) - lse[..., None])
         dv = _to_groups(self._drop(p, tile).to(v.dtype), do, v.shape[1])
         dp = self._drop(_grouped_matmul(do, v.transpose(-1, -2)).to(p.dtype), tile)
         delta = (do.to(p.dtype) * o).sum(-1, keepdim=True)
-        ds = (p * (dp - delta) * self.scale).to(q.dtype)
+        ds = p * (dp - delta) * self.scale
+        if self.softcap:
+            ds = ds * (1 - (scores / self.softcap).square())
+        ds = ds.to(q.dtype)
         return _grouped_matmul(ds, k), _to_groups(ds, q, k.shape[1]), dv
 
-    def _scores(self, q: Tensor, k: Tensor, tile: Tile) -> Tensor:
+    def _scores(self, q: Tensor, k: Tensor) -> Tensor:
         wide = torch.promote_types(q.dtype, torch.float32)
-        scores = (_grouped_matmul(q, k.transpose(-1, -2))).to(wide) * self.scale
-        bias = _bias(tile, wide, q.device)
-        return scores if bias is None else scores + bias
+        return capped((_grouped_matmul(q, k.transpose(-1, -2))).to(wide) * self.scale, self.softcap)
 
     def _drop(self, x: Tensor, tile: Tile) -> Tensor:
         if self.dropout is None or self.sample_ids is None:
@@ -185,6 +191,16 @@ class DeviceFlash:
         )  # fmt: skip
         dk, dv = (x.unflatten(1, (k.shape[1], -1)).sum(2, dtype=torch.float32).to(k.dtype) for x in (dk, dv))
         return dq[..., : q.shape[-1]], dk[..., : k.shape[-1]], dv[..., : v.shape[-1]]
+
+
+def capped(scores: Tensor, softcap: float) -> Tensor:
+    """Scores kept between -softcap and softcap; 0 leaves them as they are."""
+    return torch.tanh(scores / softcap) * softcap if softcap else scores
+
+
+def _masked(scores: Tensor, tile: Tile) -> Tensor:
+    bias = _bias(tile, scores.dtype, scores.device)
+    return scores if bias is None else scores + bias
 
 
 def _padded(x: Tensor, size: int) -> Tensor:
