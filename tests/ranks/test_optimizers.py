@@ -21,6 +21,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "TP2xPP2": {"tp": 2, "pp": 2},
     "DP2 zero 0": {"dp": 2, "zero": 0},
     "DP2 zero 1": {"dp": 2, "zero": 1},
+    "DP2 zero 2": {"dp": 2, "zero": 2},
+    "DP2 zero 3 x TP2": {"dp": 2, "tp": 2, "zero": 3},
     "uneven": {"dp": 2, "pp": 2, "layers_per_stage": (4, 1)},
     "TP4 over 2 KV heads": {"tp": 4, "sequence_parallel": True},
 }
@@ -33,7 +35,7 @@ CONFIGS: dict[str, OptimConfig] = {
 # muon travels, so it is taken everywhere; the others see elements only and take a layout or two each
 QUICK = [("muon", name) for name in LAYOUTS] + [
     ("adamw", "uneven"), ("adam_l2", "TP2xPP2"), ("sgd", "DP2 zero 1"), ("lion", "TP2"), ("lion", "DP2 zero 0"),
-    ("mixed", "uneven"), ("frozen", "TP2xPP2"), ("frozen", "DP2 zero 1"),
+    ("mixed", "uneven"), ("mixed", "DP2 zero 3 x TP2"), ("frozen", "TP2xPP2"), ("frozen", "DP2 zero 2"),
 ]  # fmt: skip
 REST = [(c, name) for c in CONFIGS for name in LAYOUTS if (c, name) not in QUICK]
 
@@ -41,7 +43,7 @@ REST = [(c, name) for c in CONFIGS for name in LAYOUTS if (c, name) not in QUICK
 def check(ranks: Ranks, config: str, name: str) -> None:
     layout = Layout(**{"dp": 1, "make_vocab_size_divisible_by": 8, "ddp_bucket_size": 3000, **LAYOUTS[name]})
     case = Case(MODELS["llama"], layout, sequence=16, global_batch=4, optim=CONFIGS[config])
-    bad = faults(ranks(layout.world, measure, case)[0], reference_of(case))
+    bad = faults(ranks(layout.world, measure, case, timeout=120)[0], reference_of(case))
     assert not bad, "\n".join(bad[:8])
 
 
