@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from isotron.core.parallel.plan import Layout
 from isotron.train.verify import Case
 from tests.covering import Case as Choice
-from tests.matrix import MODELS
+from tests.matrix import MODELS as DENSE
+from tests.moe_matrix import MODELS as EXPERTS
+from tests.moe_matrix import mixtral
+
+MODELS = {
+    **DENSE,
+    "experts": replace(mixtral(moe_shared_expert_intermediate_size=16), num_layers=4),
+    "predictions": replace(EXPERTS["mla"], num_layers=4, moe_layer_freq="[0]+[1]*3"),  # tokens further ahead
+}
 
 LAYOUTS: dict[str, dict[str, int | bool]] = {
     "DP2": {"dp": 2},
@@ -22,11 +32,13 @@ FROZEN = ("embed.*", "positions.*", "layers.0.*", "layers.1.attention.*", "layer
 AXES = {
     "layout": tuple(LAYOUTS),
     "zero": (0, 1, 2, 3),
-    "model": ("gpt", "llama", "llama-tied"),  # the first and the last are tied
+    "model": ("gpt", "llama", "llama-tied", "experts", "predictions"),  # the first and the third are tied
     "accumulation": (1, 3),
     "overlap": (True, False),
     "frozen": (False, True),
     "recompute": ("none", "full"),
+    "offload": (False, True),
+    "live": (0, 30_000, 10**9),  # weights that stay gathered: none, one stage of two on a rank, all
 }
 
 
@@ -36,18 +48,21 @@ def legal(choice: Choice) -> bool:
 
 
 def case_of(choice: Choice) -> Case:
-    """Three steps of `accumulation` microbatches on every data-parallel rank."""
+    """Two steps of `accumulation` microbatches on every data-parallel rank."""
     sizes = LAYOUTS[choice["layout"]]
-    overlap = choice["overlap"]
+    overlap, zero = choice["overlap"], choice["zero"]
+    away = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0 if zero == 3 else 0.5}
     layout = Layout(
         **sizes,  # type: ignore[arg-type]
-        zero=choice["zero"],
+        zero=zero,
         recompute=choice["recompute"],
         make_vocab_size_divisible_by=8,
         overlap_grad_reduce=overlap,
         overlap_param_gather=overlap,
         ddp_bucket_size=3000,
+        max_live_parameters=choice["live"],
+        **({**away, "offload_weights": zero == 3} if choice["offload"] else {}),
     )
     frozen = FROZEN if choice["frozen"] else ()
     batch = 4 * choice["accumulation"]
-    return Case(MODELS[choice["model"]], layout, 16, 4 // layout.dp, batch, steps=3, frozen=frozen)
+    return Case(MODELS[choice["model"]], layout, 16, 4 // layout.dp, batch, steps=2, frozen=frozen)

@@ -18,6 +18,7 @@ _TIME = "step times are always in metrics.jsonl"
 _TEST = "isotron evaluates on the validation data only"
 _LAYOUT = "initial weights never depend on the layout or the device"
 _HOST = "isotron schedules no Python garbage collection by hand"
+_OFFLOAD = "the step on the host is torch's fused one, copies overlap with it, in memory that the device can copy from"
 _PAD = "attention is causal and needs no stored mask"
 _SETUP = "process groups are set up from --tp, --pp, --dp"
 
@@ -45,6 +46,10 @@ IGNORED: dict[str, tuple[int, str]] = {
     "--no-gradient-accumulation-fusion": (0, _ACC),
     "--accumulate-allreduce-grads-in-fp32": (0, _ACC),
     "--use-precision-aware-optimizer": (0, "the types of optimizer state are options of their own: --exp-avg-dtype"),
+    "--overlap-cpu-optimizer-d2h-h2d": (0, _OFFLOAD),
+    "--use-torch-optimizer-for-cpu-offload": (0, _OFFLOAD),
+    "--no-pin-cpu-grads": (0, _OFFLOAD),
+    "--no-pin-cpu-params": (0, _OFFLOAD),
     "--use-megatron-fsdp": (0, _FSDP),
     "--use-custom-fsdp": (0, _FSDP),
     "--attention-softmax-in-fp32": (0, "the softmax of attention always sums in float32"),

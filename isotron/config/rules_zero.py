@@ -28,6 +28,41 @@ def _shard_experts(c: RunConfig, f: Facts) -> Problem:
     return Problem(given, case, f"--zero-shard-size {nearest_divisor(copies, c.layout.zero_shard_size)}")
 
 
+def _live_weights(c: RunConfig, f: Facts) -> Problem:
+    case = "weights are gathered under zero 3 only, elsewhere they are always there"
+    return Problem(asked(c, "max_live_parameters", "zero", "dp"), case, "--max-live-parameters 0")
+
+
+def _offload_part(c: RunConfig, f: Facts) -> Problem:
+    return Problem(asked(c, "optimizer_offload_fraction"), "a share is above 0 and at most 1",
+                   "--optimizer-offload-fraction 1.0")  # fmt: skip
+
+
+def _offload_rule(c: RunConfig, f: Facts) -> Problem:
+    case = "muon works on whole matrices of all ranks, where the gradients are"
+    return Problem(asked(c, "optimizer_cpu_offload", "optimizer"), case, "--optimizer adamw")
+
+
+def _offload_remainders(c: RunConfig, f: Facts) -> Problem:
+    case = "masters on the host are whole, and their weights are not beside them"
+    return Problem(asked(c, "optimizer_cpu_offload", "master_remainders"), case, "--master-remainders false")
+
+
+def _offload_place(c: RunConfig, f: Facts) -> Problem:
+    case = "it is where masters and moments go that are offloaded"
+    return Problem(asked(c, "offload_dir"), case, "--optimizer-cpu-offload true")
+
+
+def _offload_directory(c: RunConfig, f: Facts) -> Problem:
+    return Problem(asked(c, "offload_dir"), "there is no such directory", "--offload-dir .")
+
+
+def _offload_weights(c: RunConfig, f: Facts) -> Problem:
+    case = "weights live on the host where they are sharded (zero 3) and stepped there, all of them"
+    leaves = ("offload_weights", "zero", "optimizer_cpu_offload", "optimizer_offload_fraction")
+    return Problem(asked(c, *leaves), case, "--zero 3 --optimizer-cpu-offload true --optimizer-offload-fraction 1.0")
+
+
 ZERO_RULES: tuple[Rule, ...] = (
     Rule("shards divide the ranks", ("zero_shard_size", "dp"),
          lambda c, f: c.layout.zero_stage > 0 and c.layout.zero_shard_size > 0
@@ -37,4 +72,21 @@ ZERO_RULES: tuple[Rule, ...] = (
          and c.layout.expert_data_ranks % c.layout.expert_shard_ranks != 0, _shard_experts),
     Rule("shards to be spread", ("zero_shard_size", "zero", "dp"),
          lambda c, f: c.layout.zero_shard_size > 0 and c.layout.zero_stage == 0, _shard_nothing),
+    Rule("weights that come and go", ("max_live_parameters", "zero", "dp"),
+         lambda c, f: c.layout.max_live_parameters > 0 and c.layout.zero_stage < 3, _live_weights),
+    Rule("a share to offload", ("optimizer_offload_fraction",),
+         lambda c, f: not 0.0 < c.layout.optimizer_offload_fraction <= 1.0, _offload_part),
+    Rule("rules that can be offloaded", ("optimizer_cpu_offload", "optimizer"),
+         lambda c, f: c.layout.optimizer_cpu_offload and c.optim.optimizer == "muon", _offload_rule),
+    Rule("masters that can be offloaded", ("optimizer_cpu_offload", "master_remainders"),
+         lambda c, f: c.layout.optimizer_cpu_offload and c.optim.master_remainders, _offload_remainders),
+    Rule("files of what is offloaded", ("offload_dir", "optimizer_cpu_offload"),
+         lambda c, f: bool(c.layout.offload_dir) and not c.layout.optimizer_cpu_offload, _offload_place),
+    Rule("a directory to offload to", ("offload_dir", "optimizer_cpu_offload"),
+         lambda c, f: bool(c.layout.offload_dir) and c.layout.optimizer_cpu_offload
+         and not f.exists(c.layout.offload_dir), _offload_directory),
+    Rule("weights that can be offloaded", ("offload_weights", "zero", "optimizer_cpu_offload",
+                                           "optimizer_offload_fraction"),
+         lambda c, f: c.layout.offload_weights and not (c.layout.zero_stage == 3 and c.layout.offload.fraction == 1),
+         _offload_weights),
 )  # fmt: skip

@@ -15,7 +15,7 @@ from math import prod
 from typing import Any
 
 from isotron.core.layout import Placed, Table, shard
-from isotron.core.parallel.buckets import DENSE, EXPERTS, Span, cut_buckets
+from isotron.core.parallel.buckets import DENSE, EXPERTS, Span, cut_buckets, rows_between
 from isotron.core.parallel.plan import Layout, split_layers
 from isotron.core.parallel.split import model_costs
 
@@ -30,9 +30,14 @@ _MLP = (
     *("mlp_norm", "mlp.up", "mlp.gate_up", "mlp.down"),
     *("mlp.router", "mlp.experts.gate_up", "mlp.experts.down", "mlp.shared.gate_up", "mlp.shared.down"),
     "mlp.shared_gate",
+    "attention_post_norm",
+    "mlp_post_norm",
 )
 # not every family has them, and `*norm*` would match
-_OPTIONAL = ("attention.q_norm", "attention.k_norm", "attention.kv_norm")
+_OPTIONAL = (
+    *("attention.q_norm", "attention.k_norm", "attention.kv_norm"),
+    *("attention_post_norm", "mlp_post_norm"),
+)
 
 
 @dataclass(frozen=True)
@@ -49,12 +54,19 @@ class StagePart:
         """Weights held, padding and replicas included."""
         return sum(prod(p.shard.shape) for p in self.placed.values())
 
-    def run(self, index: int, of_experts: int) -> int:
+    def run(self, index: int, of_experts: int, lean: bool = False) -> int:
         """Elements that a rank steps: number `index` of those that share the shards, `of_experts` of those that share
-        the experts'.
+        the experts'. `lean`: only of what is shared by several.
         """
-        runs = (s.run(of_experts if s.kind.group == EXPERTS else index) for s in self.spans)
+        runs = (s.run(of_experts if s.kind.group == EXPERTS else index) for s in self.spans if not lean or s.ways > 1)
         return sum(b - a for a, b in runs)
+
+    def rows(self, index: int, of_experts: int) -> Iterator[int]:
+        """The same one tensor at a time, in the order in which they are stepped."""
+        shapes = {n: p.shard.shape for n, p in self.placed.items()}
+        for s in self.spans:
+            run = s.run(of_experts if s.kind.group == EXPERTS else index)
+            yield from (box.size for _, box in rows_between(s, shapes, *run))
 
 
 @lru_cache(maxsize=4096)

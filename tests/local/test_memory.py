@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import gc
-import weakref
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from isotron.core.batch import Batch
 from isotron.core.mesh import Mesh
@@ -18,6 +15,7 @@ from isotron.core.models.llama_config import LlamaConfig
 from isotron.core.nn import loss
 from isotron.core.parallel.model import ParallelModel
 from isotron.core.parallel.plan import Layout
+from tests.live import Live
 
 B, S, D, V = 2, 64, 32, 1000
 MODELS = {
@@ -63,30 +61,9 @@ def test_more_recompute_keeps_less(model: str) -> None:
     assert full < 0.6 * selective and selective < 0.8 * none
 
 
-class Live(TorchDispatchMode):
-    """Every storage that an operation makes: the largest, and the most bytes alive at once; the model's own aside."""
-
-    def __init__(self, model: ParallelModel) -> None:
-        super().__init__()
-        self.alive: dict[int, int] = {}
-        flats = [stage.flat for stage in model.stages.values()]
-        self.own = {x.untyped_storage()._cdata for flat in flats for x in (flat.weights, flat.grads)}
-        self.largest = self.peak = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for x in out if isinstance(out, (tuple, list)) else (out,):
-            if isinstance(x, Tensor):
-                self._note(x)
-        return out
-
-    def _note(self, x: Tensor) -> None:
-        storage = x.untyped_storage()
-        at, size = storage._cdata, storage.nbytes()
-        if at not in self.alive and at not in self.own:
-            self.alive[at] = size
-            self.largest, self.peak = max(self.largest, size), max(self.peak, sum(self.alive.values()))
-            weakref.finalize(storage, self.alive.pop, at, None)
+def live_in(model: ParallelModel) -> Live:
+    """What a step makes, the model's own buffers aside."""
+    return Live([x for stage in model.stages.values() for x in (stage.flat.weights, stage.flat.grads)])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -94,7 +71,7 @@ def test_no_logits_of_the_whole_batch(monkeypatch: pytest.MonkeyPatch, dtype: to
     monkeypatch.setattr(loss, "CHUNK_BYTES", 16 * 4 * V)
     monkeypatch.setattr(loss, "BLOCK_BYTES", 16 * 4 * V)
     model = build("llama", dtype=dtype)
-    with Live(model) as live:
+    with live_in(model) as live:
         model.forward_backward(batches(), 1.0)
     whole = B * S * V * model.stages[0].flat.weights.element_size()
     assert 0 < live.largest < whole / 2
@@ -120,7 +97,7 @@ def test_microbatches_do_not_pile_up() -> None:
     model = build("llama")
     peaks = []
     for count in (1, 4):
-        with Live(model) as live:
+        with live_in(model) as live:
             model.forward_backward(batches(count), 1.0)
         peaks.append(live.peak)
     assert peaks[1] < 1.1 * peaks[0]

@@ -15,7 +15,7 @@ from isotron.core.layout import Box, Part, Placed, Rule, Split, shard, whole
 from isotron.core.mesh import ALONE
 from isotron.core.optim.config import OptimConfig
 from isotron.core.optim.groups import settle
-from isotron.core.optim.kept import Blocks, Remainder, Rounded
+from isotron.core.optim.kept import Blocks, Remainder, Rounded, zeros_on
 from isotron.core.optim.matrices import deal, parts, rounds
 from isotron.core.optim.muon import Muon
 from isotron.core.optim.newton_schulz import length, orthogonalised
@@ -199,7 +199,7 @@ def test_a_second_moment_in_bfloat16_falls_with_0_999() -> None:
 def test_blocks_forget_no_small_number_and_are_stable() -> None:
     x = numbers(3, 300).float() * torch.logspace(-6, 2, 300)
     for signed in (True, False):
-        blocks = Blocks((3, 300), torch.float32, x.device, signed)
+        blocks = Blocks((3, 300), torch.float32, zeros_on(x.device), signed)
         values = x if signed else x.square()
         blocks.write(values.view(-1))
         read = blocks.read().view(3, 300)

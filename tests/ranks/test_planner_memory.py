@@ -37,6 +37,7 @@ def real(job: Job) -> dict[str, Any]:
     mesh = Mesh(dist.get_rank(), **axes) if world > 1 else Mesh()
     model = ParallelModel(job.config, job.layout, mesh, DTYPES[job.dtype], torch.device("cpu"), 1)
     optim = make_optimizer(model, OptimConfig())
+    away = sum(f.hosted.nbytes for f in (stage.flat for stage in model.stages.values()))
     flats = [stage.flat for stage in model.stages.values()]
 
     def size(tensors: list[torch.Tensor]) -> int:
@@ -46,8 +47,9 @@ def real(job: Job) -> dict[str, Any]:
         "at": (mesh.coordinate["pp"], mesh.coordinate["tp"], mesh.group("cp", "dp").index),
         "weights": size([f.weights for f in flats]),
         "gradients": size([f.grads for f in flats]),
-        "masters": optim.nbytes("master"),
-        "moments": optim.nbytes("exp_avg", "exp_avg_sq"),
+        "masters": optim.nbytes("master", host=False),
+        "moments": optim.nbytes("exp_avg", "exp_avg_sq", host=False),
+        "host": optim.nbytes(host=True) + away,
         "names": {n: tuple(p.shard.shape) for s in model.stages.values() for n, p in s.placed.items()},
         "parameters": model.count_parameters(),
     }
@@ -57,7 +59,7 @@ def check(job: Job, found: dict[str, Any]) -> None:
     pp, tp, dp = found["at"]
     parts = rank_stages(job.config, job.layout, pp, tp)
     planned = states(job, parts, dp)
-    for kind in ("weights", "gradients", "masters", "moments"):
+    for kind in ("weights", "gradients", "masters", "moments", "host"):
         assert getattr(planned, kind) == found[kind], (kind, job.layout, found["at"])
     assert {n: p.shard.shape for part in parts for n, p in part.placed.items()} == found["names"]
     assert count_parameters(job.config) == found["parameters"]
@@ -82,6 +84,8 @@ def test_one_process_of_every_family(name: str, dtype: str) -> None:
         ("llama-tiny", "bfloat16", {"tp": 2, "dp": 2, "zero": 3, "sequence_parallel": True}),
         ("llama-tiny", "float32", {"dp": 4, "zero": 2, "zero_shard_size": 2}),
         ("qwen3-tiny", "bfloat16", {"dp": 4, "zero": 3, "zero_shard_size": 2}),
+        ("gpt-tiny", "bfloat16", {"dp": 2, "optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.3}),
+        ("llama-tiny", "bfloat16", {"dp": 2, "zero": 3, "optimizer_cpu_offload": True, "offload_weights": True}),
         ("gpt-tiny", "float16", {"pp": 2, "dp": 2, "schedule": "zbv"}),  # both ends on one rank
         ("qwen3-tiny", "bfloat16", {"tp": 2, "dp": 2, "sequence_parallel": True}),
         ("neox-tiny", "bfloat16", {"pp": 2, "vpp": 2, "dp": 2}),

@@ -12,6 +12,7 @@ import torch.nn as nn
 from examples.shard_transformers import train
 from isotron.core import shard
 from isotron.core.errors import Refused
+from isotron.core.layout import Box
 
 
 @pytest.mark.parametrize(("zero", "checkpointing"), [(0, False), (1, False), (2, False), (3, False), (3, True)])
@@ -60,3 +61,54 @@ def test_an_optimizer_that_has_stepped_is_refused() -> None:
     optimizer.step()
     with pytest.raises(Refused, match="a new optimizer"):
         shard(module, optimizer)
+
+
+class Tensors:
+    """A source of tensors that counts what is read of it."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        self.tensors, self.elements = tensors, 0
+
+    def names(self) -> list[str]:
+        return list(self.tensors)
+
+    def info(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
+        return self.tensors[name].dtype, tuple(self.tensors[name].shape)
+
+    def read(self, name: str, box: Box, out: torch.Tensor) -> None:
+        self.elements += out.numel()
+        out.copy_(self.tensors[name][box.slices()])
+
+
+def made() -> nn.Sequential:
+    module = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
+    module.register_parameter("scale", nn.Parameter(torch.tensor(1.5)))
+    return module
+
+
+def read_from_source() -> tuple[int, list[tuple[str, float]]]:
+    torch.manual_seed(4)
+    source = Tensors({n: t + 0.5 for n, t in made().state_dict().items() if t.is_floating_point()})
+    source.tensors["1.num_batches_tracked"] = torch.tensor(7)
+    with torch.device("meta"):
+        module = made()
+    sharded = shard(module, None, zero=3, units=("0", "2"), values=source)
+    with sharded.gathered() as full:
+        same = [(n, bool(torch.equal(t, source.tensors[n]))) for n, t in full.state_dict().items()]
+    return source.elements, same
+
+
+def test_a_module_on_the_meta_device_reads_its_own_rows(ranks: Callable[..., list[Any]]) -> None:
+    whole = sum(t.numel() for t in made().state_dict().values())
+    buffers = 13
+    found = ranks(2, read_from_source)
+    assert all(same for _, names in found for _, same in names)
+    assert sum(elements for elements, _ in found) == whole + buffers  # parameters once, buffers on both
+
+
+def test_a_source_without_what_is_needed_is_refused() -> None:
+    with torch.device("meta"):
+        module = nn.Linear(2, 2)
+    source = Tensors({"weight": torch.zeros(2, 3), "bias": torch.zeros(2)})
+    with pytest.raises(Refused, match="no tensor of the right shape for weight"):
+        shard(module, None, values=source)

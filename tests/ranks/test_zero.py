@@ -4,18 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from isotron.core.models.llama_config import LlamaConfig
+from isotron.core.optim.config import OptimConfig
+from isotron.core.parallel.plan import Layout
+from isotron.planner.live import gathered_elements
+from isotron.planner.parameters import count_parameters, rank_stages
 from isotron.train.verify import Case, measure
 from tests.covering import Case as Choice
 from tests.covering import covering, product_of, uncovered
-from tests.matrix import faults, reference_of
+from tests.matrix import MODELS, faults, reference_of
 from tests.ranks.bodies import build
-from tests.ranks.zero_bodies import gathered_peaks, open_gradients, trained_bits, two_groups
+from tests.ranks.zero_bodies import (
+    built_from_nothing,
+    drawn_module,
+    gather_counts,
+    gathered_peaks,
+    offloaded_bits,
+    open_gradients,
+    states_of_stages,
+    trained_bits,
+    two_groups,
+)
 from tests.zero_matrix import AXES, FROZEN, case_of, legal
+from tests.zero_matrix import MODELS as ZERO_MODELS
 
 PAIRS = covering(AXES, legal)
 
@@ -62,7 +79,7 @@ def test_full_product(ranks: Callable[..., list[Any]], rest: Choice) -> None:
 
 def small(zero: int, **layout: Any) -> Case:
     choice = {"layout": "DP2", "zero": zero, "model": "gpt", "accumulation": 3, "overlap": True, "frozen": False}
-    case = case_of({**choice, "recompute": "none"})
+    case = case_of({**choice, "recompute": "none", "offload": False, "live": 0})
     return replace(case, layout=replace(case.layout, **layout))
 
 
@@ -73,21 +90,84 @@ def test_overlap_changes_no_bit(ranks: Callable[..., list[Any]], zero: int) -> N
     assert ranks(2, trained_bits, case) == ranks(2, trained_bits, off)
 
 
+@pytest.mark.parametrize("zero", [1, 3])
+def test_offload_changes_no_bit(ranks: Callable[..., list[Any]], zero: int, tmp_path: Path) -> None:
+    part = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.6}
+    disk = {**part, "optimizer_offload_fraction": 1.0, "offload_dir": str(tmp_path), "offload_weights": zero == 3}
+    for dtype, optim in (("float32", OptimConfig()), ("bfloat16", OptimConfig(exp_avg_sq_dtype="int8"))):
+        cases = [replace(small(zero, **where), dtype=dtype, optim=optim) for where in ({}, part, disk)]
+        for nowhere, there, mapped in ranks(2, offloaded_bits, cases):
+            assert nowhere.bits == there.bits == mapped.bits
+            assert nowhere.host == 0 and 0.5 < there.host / nowhere.all < 0.8 and mapped.host == mapped.all
+            assert nowhere.groups == 0 and there.groups > 2
+    assert not list(tmp_path.iterdir())  # files have no names
+
+
+def test_state_loads_into_any_stage(ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
+    whole = {"optimizer_cpu_offload": True, "offload_weights": True}
+    copies = {"dp": 4, "zero_shard_size": 2}
+    cases = [small(0, dp=4), small(1, dp=4), small(2, **copies), small(3, **copies), small(3, dp=4, **whole)]
+    cases = [replace(c, dtype="bfloat16", micro_batch=1) for c in cases]
+    for first, *others in ranks(4, states_of_stages, cases, str(tmp_path))[:1]:
+        assert {n.split("/")[0] for n in first} >= {"master", "exp_avg", "exp_avg_sq"}
+        assert all(other == first for other in others)
+
+
 def test_a_reduction_in_bfloat16_is_another_sum_but_close(ranks: Callable[..., list[Any]]) -> None:
     exact, narrow = small(2), small(2, grad_reduce_dtype="bfloat16")
     a, b = (ranks(2, measure, case)[0] for case in (exact, narrow))
     assert a.norms != b.norms and a.norms == pytest.approx(b.norms, rel=5e-3)
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
-def test_at_most_a_block_and_the_next_one_are_gathered(ranks: Callable[..., list[Any]], recompute: str) -> None:
+@pytest.mark.parametrize("zero", [1, 3])
+def test_muon_in_copies_of_shards(ranks: Callable[..., list[Any]], zero: int) -> None:
+    muon = OptimConfig(optimizer="muon", clip_grad=1.0, adam_eps=1e-6)
+    case = replace(small(zero, dp=4, zero_shard_size=2), optim=muon, micro_batch=1)
+    assert not faults(ranks(4, measure, case)[0], reference_of(case))
+
+
+@pytest.mark.parametrize(("model", "recompute"), [("gpt", "none"), ("llama", "full"), ("predictions", "none")])
+def test_at_most_a_block_and_the_next_one_are_gathered(
+    ranks: Callable[..., list[Any]], model: str, recompute: str
+) -> None:
     for prefetch in (True, False):
-        case = small(3, recompute=recompute, overlap_param_gather=prefetch)
+        case = replace(small(3, recompute=recompute, overlap_param_gather=prefetch), model=ZERO_MODELS[model])
+        (part,) = rank_stages(case.model, case.layout, 0)
+        planned = {name: 8 * size for name, size in gathered_elements(part).items()}
         for peak, units, left in ranks(2, gathered_peaks, case):
             sizes = sorted(units.values())
             allowed = max(a + b for a, b in zip(list(units.values()), list(units.values())[1:], strict=False))
             assert left == 0 and sizes[-1] <= peak <= (allowed if prefetch else sizes[-1])
             assert peak < sum(sizes)
+            assert model != "llama" or units == planned  # where no unit shares its weights with another
+
+
+def test_nobody_holds_a_whole_model_while_it_is_built(ranks: Callable[..., list[Any]]) -> None:
+    config = LlamaConfig(8, 64, 4, 2, 0, 128, 131, 16)
+    layouts = [Layout(dp=8, zero=3), Layout(dp=4, pp=2, zero=3)]
+    whole = count_parameters(config) * 4
+    for found in ranks(8, built_from_nothing, [replace(small(3), model=config, layout=x) for x in layouts]):
+        for peak, stays, unit in found:
+            assert stays <= peak < stays + 2.1 * unit < whole
+    alone = drawn_module(0)
+    for peak, stays, unit, losses in ranks(8, drawn_module, 3):
+        assert stays <= peak < stays + 2.1 * unit < alone[1] / 2
+        assert losses == pytest.approx(alone[3], rel=1e-9)
+
+
+def test_weights_that_stay_are_gathered_once(ranks: Callable[..., list[Any]]) -> None:
+    case = replace(small(3), model=MODELS["llama"])  # three microbatches, nothing tied
+    (often, no_backward, stage), (once, _, _) = (
+        ranks(2, gather_counts, replace(case, layout=replace(case.layout, max_live_parameters=live)))[0]
+        for live in (0, 10**9)
+    )
+    assert often == 3 * (2 * stage - no_backward) and once == stage
+    pipeline = replace(case, layout=replace(case.layout, pp=2, vpp=2, max_live_parameters=1))
+    counts = []
+    for live in (1, 30_000, 10**9):
+        case = replace(pipeline, layout=replace(pipeline.layout, max_live_parameters=live))
+        counts.append(ranks(4, gather_counts, case)[0][0])
+    assert counts[0] > counts[1] > counts[2] == ranks(4, gather_counts, case)[0][2]
 
 
 def test_few_buckets_of_gradients_are_open(ranks: Callable[..., list[Any]]) -> None:

@@ -22,9 +22,9 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 
-from isotron.core import comm
+from isotron.core.engine.values import First, Initialiser, Source, own_values, put_on, values_of
 from isotron.core.errors import refuse
-from isotron.core.layout import Box, Placed, Rule
+from isotron.core.layout import Placed, Rule
 from isotron.core.layout import shard as shard_of
 from isotron.core.mesh import Mesh
 from isotron.core.optim.clip import clip_factor, global_norm
@@ -46,6 +46,9 @@ def shard(
     bucket_size: int = 40_000_000,
     overlap: bool = True,
     reduce_dtype: torch.dtype | None = None,
+    values: Initialiser | Source | None = None,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
 ) -> Sharded:
     """Shard a module's weights, gradients and optimizer over all ranks, in place.
 
@@ -53,18 +56,23 @@ def shard(
     for all. units: names of the submodules whose weights are gathered together; without them the members of every
     `nn.ModuleList`. The weights of the first rank are given to all. Gradients are means over ranks. Without an
     optimizer they are sums, and the caller steps `views()` itself.
+
+    A module on the meta device gets its weights on `device`, each rank its shards only: `values(name, tensor)` writes
+    one parameter or buffer in place (on the CPU, torch's generator seeded by `seed` and the name), or `values` is a
+    source of tensors such as a checkpoint's, which is read region by region.
     """
     world = dist.get_world_size() if dist.is_initialized() else 1
     if zero not in (0, 1, 2, 3):
         raise refuse(f"shard(zero={zero})", "what is sharded is 0, 1, 2 or 3", "zero=3")
     if shard_size < 0 or world % (shard_size or world):
         raise refuse(f"shard(shard_size={shard_size})", f"{world} ranks are cut into equal groups", "shard_size=0")
-    if any(p.is_meta for p in module.parameters()):
-        raise refuse("shard of a module on the meta device", "its weights have no values yet", "a module on the CPU")
     if optimizer is not None and any(optimizer.state.values()):
         raise refuse("shard with an optimizer that has stepped", "its state is of whole parameters", "a new optimizer")
     mesh = Mesh(dist.get_rank() if world > 1 else 0, dp=world)
-    return Sharded(module, optimizer, mesh, zero, shard_size or world, tuple(units), bucket_size, overlap, reduce_dtype)
+    drawn = values_of(module, values, seed)
+    first = None if drawn is None else put_on(module, torch.device(device), drawn)
+    settings = zero, shard_size or world, tuple(units), bucket_size, overlap, reduce_dtype
+    return Sharded(module, optimizer, mesh, *settings, first)
 
 
 class Sharded:
@@ -72,9 +80,9 @@ class Sharded:
 
     def __init__(
         self, module: nn.Module, optimizer: torch.optim.Optimizer | None, mesh: Mesh, zero: int, shard_size: int,
-        units: tuple[str, ...], bucket_size: int, overlap: bool, reduce_dtype: torch.dtype | None,
+        units: tuple[str, ...], bucket_size: int, overlap: bool, reduce_dtype: torch.dtype | None, first: First | None,
     ) -> None:  # fmt: skip
-        self.module, self.optimizer, self.mesh = module, optimizer, mesh
+        self.module, self.optimizer, self.mesh, self._first = module, optimizer, mesh, first
         named = dict(module.named_parameters())
         names = units or _lists(module)
         self._unit_of = {n: next((u for u in names if n.startswith(f"{u}.")), ROOT) for n in named}
@@ -96,20 +104,14 @@ class Sharded:
             optimizer.register_step_post_hook(lambda *_: self._stepped())
 
     def _flat(self, named: Mapping[str, nn.Parameter], plan: Sharding) -> Flat:
-        given = {n: p.data for n, p in named.items()}
+        first = self._first or own_values(named, self.mesh.group("dp"))
         sizes, where = self.mesh.sizes, self.mesh.coordinate
-        rules = {n: Rule(n, tuple(p.shape) or (1,)) for n, p in named.items()}
+        rules = {n: Rule(n, first.shapes[n] or (1,)) for n in named}
         placed = {n: Placed(n, r, shard_of(r, where, sizes)) for n, r in rules.items()}
-        for x in given.values():
-            comm.broadcast(x, self.mesh.group("dp"))
-
-        def fill(placed: Placed, box: Box, out: Tensor) -> None:
-            out.copy_(given[placed.name].reshape(placed.rule.shape)[box.slices()])
-
-        first = next(iter(given.values()))
-        flat = Flat(named, placed, plan, first.dtype, first.device, fill, Partial(), None)
+        one = next(iter(named.values()))
+        flat = Flat(named, placed, plan, one.dtype, one.device, first.fill, Partial(), None)
         for n, p in named.items():
-            p.data = p.data.view(given[n].shape) if p.data.shape != given[n].shape else p.data
+            p.data = p.data.view(first.shapes[n]) if tuple(p.data.shape) != first.shapes[n] else p.data
         return flat
 
     # ---- weights come and go ---------------------------------------------------------------------------------------

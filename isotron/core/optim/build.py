@@ -15,7 +15,6 @@ from isotron.core.optim.mup import initial_factor, width_of
 from isotron.core.optim.optimizer import Optimizer
 from isotron.core.parallel.model import ParallelModel
 
-
 Kind = TypeVar("Kind", bound=Optimizer)
 
 
@@ -31,7 +30,7 @@ def make_optimizer(model: ParallelModel, cfg: OptimConfig, kind: type[Optimizer]
     mesh = model.mesh
     like = torch.empty(0, dtype=torch.promote_types(model.dtype, torch.float32), device=model.device)
     neighbours = mesh.group_of(mesh.ranks_along("tp", "cp", "dp"))
-    return kind(model.views(), cfg, settings, neighbours, like)
+    return kind(model.views(), cfg, settings, neighbours, like, model.layout.offload)
 
 
 @torch.no_grad()

@@ -14,12 +14,15 @@ step: on average over updates nothing is lost, and the numbers do not depend on 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from math import prod
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 BLOCK = 128
+Zeros = Callable[[tuple[int, ...], torch.dtype], Tensor]
 
 
 class Kept(Protocol):
@@ -107,12 +110,12 @@ class Blocks:
 
     direct, packed = False, True
 
-    def __init__(self, shape: tuple[int, ...], wide: torch.dtype, device: torch.device, signed: bool) -> None:
+    def __init__(self, shape: tuple[int, ...], wide: torch.dtype, zeros: Zeros, signed: bool) -> None:
         self.shape, self.wide, self.signed = shape, wide, signed
         width = shape[-1]
         rows, blocks = (torch.Size(shape).numel() // width if width else 0), -(-width // BLOCK)
-        self.codes = torch.zeros(rows, width, dtype=torch.int8 if signed else torch.uint8, device=device)
-        self.largest = torch.zeros(rows, blocks, dtype=torch.float32, device=device)
+        self.codes = zeros((rows, width), torch.int8 if signed else torch.uint8)
+        self.largest = zeros((rows, blocks), torch.float32)
 
     def read(self) -> Tensor:
         """A flat wide tensor."""
@@ -177,18 +180,23 @@ class Remainder:
         return self.low.nbytes
 
 
+def zeros_on(device: torch.device) -> Zeros:
+    """Where state is kept that is not offloaded."""
+    return lambda shape, dtype: torch.zeros(shape, dtype=dtype, device=device)
+
+
 def threshold(turn: int) -> float:
     """The part of a step that is rounded up in this turn: multiples of the golden ratio spread evenly over (0, 1)."""
     return 0.001 + 0.998 * ((turn + 1) * 0.6180339887498949 % 1.0)
 
 
-def kept(shape: tuple[int, ...], like: Tensor, dtype: str, signed: bool) -> Kept:
-    """Zeros for one state of a parameter of `shape`, flat like the gradient `like`.
+def kept(shape: tuple[int, ...], wide: torch.dtype, dtype: str, signed: bool, zeros: Zeros) -> Kept:
+    """Zeros for one state of a parameter of `shape`, flat, read in the type `wide`; `zeros` says where.
 
     Vectors stay wide under int8: their blocks would depend on the layout, and they are small.
     """
     if dtype == "float32" or (dtype == "int8" and len(shape) < 2):
-        return Whole(torch.zeros_like(like))
+        return Whole(zeros((prod(shape),), wide))
     if dtype == "int8":
-        return Blocks(shape, like.dtype, like.device, signed)
-    return Rounded(torch.zeros_like(like, dtype=torch.bfloat16), like.dtype)
+        return Blocks(shape, wide, zeros, signed)
+    return Rounded(zeros((prod(shape),), torch.bfloat16), wide)

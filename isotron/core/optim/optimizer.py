@@ -2,6 +2,7 @@
 
 Masters are float32 or wider; weights that are as wide as their gradients are their own masters. States are cut like
 the gradients, whatever the layout, and are read wide, stepped, and written back in the type that they are kept in.
+What is offloaded is kept on the host or on disk and stepped there (`hosted.py`).
 """
 
 from __future__ import annotations
@@ -12,15 +13,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from isotron.core.errors import refuse
 from isotron.core.layout import Box
 from isotron.core.mesh import ALONE, Group
 from isotron.core.optim.config import OptimConfig
 from isotron.core.optim.elementwise import SGD, Adam, Lion
 from isotron.core.optim.groups import Settings, settle
-from isotron.core.optim.kept import Kept, Remainder, Whole, kept
+from isotron.core.optim.hosted import ALIGN, Arrived, Courier, grouped
+from isotron.core.optim.hosted import Group as HostGroup
+from isotron.core.optim.kept import Kept, Remainder, Whole, Zeros, kept, zeros_on
 from isotron.core.optim.method import Method, Todo
 from isotron.core.optim.muon import Muon
 from isotron.core.parallel.data import View
+from isotron.core.parallel.offload import Offload, hosted
 
 
 @dataclass(frozen=True)
@@ -41,7 +46,7 @@ class Optimizer:
     """Optimizer state of the given views. `updates` counts applied steps and is part of the state.
 
     `settings`: by parameter name, for all parameters of the model; without them the views' own names decide.
-    `neighbours`, `like`: see `Muon`. `views` are those that train.
+    `neighbours`, `like`: see `Muon`. `views` are those that train. `offload`: what is stepped on the host.
     """
 
     def __init__(
@@ -51,6 +56,7 @@ class Optimizer:
         settings: Mapping[str, Settings] | None = None,
         neighbours: Group = ALONE,
         like: Tensor | None = None,
+        offload: Offload | None = None,
     ) -> None:
         shapes = {v.placed.name: v.placed.rule.shape for v in views}
         self.settings = settle(shapes, cfg, whole=False) if settings is None else settings
@@ -59,7 +65,32 @@ class Optimizer:
         self.own_masters = not all(v.weight.dtype == v.grad.dtype for v in self.views)
         self._of = self._by_method()
         self.methods = {name: self._method(name, neighbours, like) for name in self._of}
-        self.states = [self._new_states(v) for v in self.views]
+        self._groups = self._host_groups(offload or Offload())
+        self._hosted = {i: group.home for groups in self._groups.values() for group in groups for i in group.places}
+        self._courier = Courier(self.views[0].grad.device) if self._hosted else None
+        self.states = [self._new_states(i, v) for i, v in enumerate(self.views)]
+
+    def _host_groups(self, offload: Offload) -> dict[str, list[HostGroup]]:
+        """Rule -> groups of what is stepped on the host; refused for a rule that works on whole matrices."""
+        if not offload.fraction:
+            return {}
+        for name, method in self.methods.items():
+            if method.together:
+                case = f"{name} works on whole matrices of all ranks, where the gradients are"
+                raise refuse("--optimizer-cpu-offload", case, "--optimizer adamw, or leave the offloading out")
+        if self.cfg.master_remainders:
+            case = "masters on the host are whole, and their weights are not beside them"
+            raise refuse("--optimizer-cpu-offload --master-remainders", case, "one of the two")
+        sizes = [v.box.size for v in self.views]
+        count = hosted(sizes, offload.fraction)
+
+        def needs(i: int) -> int:
+            kinds = 1 + len(self.methods[self.settings[self.views[i].placed.name].optimizer].states)
+            return kinds * (sizes[i] * (self.views[i].grad.element_size() + 1) + 2 * ALIGN)
+
+        device = self.views[0].grad.device if self.views else torch.device("cpu")
+        found = {name: [i for i in places if i < count] for name, places in self._of.items()}
+        return {name: grouped(chosen, sizes, needs, offload.directory, device) for name, chosen in found.items()}
 
     def _by_method(self) -> dict[str, list[int]]:
         """Rule -> places of its views, in one order on every rank; rules that only other ranks need are there too."""
@@ -80,20 +111,22 @@ class Optimizer:
                 return Muon(self.cfg, views, neighbours, views[0].grad.new_empty(0) if like is None else like)
         return Adam(self.cfg, decoupled=name == "adamw")
 
-    def _new_states(self, view: View) -> dict[str, Kept]:
-        states: dict[str, Kept] = {"master": self._new_master(view)}
+    def _new_states(self, i: int, view: View) -> dict[str, Kept]:
+        home = self._hosted.get(i)
+        zeros = zeros_on(view.grad.device) if home is None else home.zeros
+        states: dict[str, Kept] = {"master": self._new_master(view, zeros)}
         for name in self.methods[self.settings[view.placed.name].optimizer].states:
             second = name == "exp_avg_sq"
             dtype = self.cfg.exp_avg_sq_dtype if second else self.cfg.exp_avg_dtype
-            states[name] = kept(view.box.shape, view.grad, dtype, signed=not second)
+            states[name] = kept(view.box.shape, view.grad.dtype, dtype, not second, zeros)
         return states
 
-    def _new_master(self, view: View) -> Kept:
+    def _new_master(self, view: View, zeros: Zeros) -> Kept:
         if view.weight.dtype == view.grad.dtype:
             return Whole(view.weight, own=False)
         if self.cfg.master_remainders:
             return Remainder(view.weight)
-        return Whole(view.weight.to(view.grad.dtype))
+        return Whole(zeros((view.box.size,), view.grad.dtype).copy_(view.weight))
 
     # ---- stepping --------------------------------------------------------------------------------------------------
 
@@ -101,10 +134,28 @@ class Optimizer:
     def step(self, lr: float, weight_decay: float, gradient_factor: float) -> None:
         """One update with gradients x gradient_factor; then weights are the rounded masters."""
         for name, method in self.methods.items():
-            for part in self._parts(self._of[name], method):
+            here = [i for i in self._of[name] if i not in self._hosted]
+            for part in self._parts(here, method):
                 self._update(part, method, lr, weight_decay, gradient_factor)
+            self._round(here)
+            self._step_on_host(self._groups.get(name, []), method, lr, weight_decay, gradient_factor)
         self.updates += 1
-        self.round_masters()
+
+    def _step_on_host(self, groups: list[HostGroup], method: Method, lr: float, weight_decay: float, f: float) -> None:
+        """Group by group, while the next one's gradients and state are on their way."""
+        coming = self._send(groups[0]) if groups else None
+        for number, group in enumerate(groups):
+            arrived = coming
+            if arrived is not None:
+                arrived.wait()
+            coming = self._send(groups[number + 1]) if number + 1 < len(groups) else None
+            self._update(list(group.places), method, lr, weight_decay, f, arrived)
+            self._round(list(group.places))
+            group.home.leave()
+
+    def _send(self, group: HostGroup) -> Arrived | None:
+        group.home.fetch()
+        return None if self._courier is None else self._courier.send([self.views[i] for i in group.places])
 
     def _parts(self, chosen: list[int], method: Method) -> list[list[int]]:
         """What is stepped at once: everything, or one view at a time where states must be unpacked first."""
@@ -114,14 +165,25 @@ class Optimizer:
         plain = [i for i in chosen if i not in packed]
         return ([plain] if plain else []) + [[i] for i in chosen if i in packed]
 
-    def _update(self, chosen: list[int], method: Method, lr: float, weight_decay: float, factor: float) -> None:
+    def _update(
+        self,
+        chosen: list[int],
+        method: Method,
+        lr: float,
+        weight_decay: float,
+        factor: float,
+        arrived: Arrived | None = None,
+    ) -> None:
+        """`arrived`: gradients, and weights that are their own masters, on the host."""
         views, settings = [self.views[i] for i in chosen], [self.settings[self.views[i].placed.name] for i in chosen]
         opened = [{name: k.read() for name, k in self.states[i].items()} for i in chosen]
+        for tensors, weight in () if arrived is None else zip(opened, arrived.weights, strict=True):
+            tensors["master"] = tensors["master"] if weight is None else weight
         method.update(
             Todo(
                 views,
                 [o["master"] for o in opened],
-                [v.grad for v in views],
+                [v.grad for v in views] if arrived is None else arrived.grads,
                 {name: [o[name] for o in opened] for name in method.states},
                 [lr * s.lr_mult for s in settings],
                 [weight_decay * _decay(v, s) for v, s in zip(views, settings, strict=True)],
@@ -133,10 +195,10 @@ class Optimizer:
             for name, wide in tensors.items():
                 self.states[i][name].write(wide, self.updates)
 
-    @torch.no_grad()
-    def round_masters(self) -> None:
+    def _round(self, chosen: list[int]) -> None:
         """Weights from masters."""
-        pairs = [(v.weight, m.tensor) for v, m in self._masters() if isinstance(m, Whole) and m.own]
+        masters = [(self.views[i].weight, self.states[i]["master"]) for i in chosen]
+        pairs = [(w, m.tensor) for w, m in masters if isinstance(m, Whole) and m.own]
         if pairs:
             torch._foreach_copy_([w for w, _ in pairs], [m for _, m in pairs])
 
@@ -165,10 +227,10 @@ class Optimizer:
             tensor = slot.kept.stored()
             yield slot.name, slot.view, tensor.dtype, list(slot.view.pieces(tensor))
 
-    def nbytes(self, *kinds: str) -> int:
-        """Bytes of some kinds of state on this rank; of all without a name."""
-        found = (k for states in self.states for name, k in states.items() if not kinds or name in kinds)
-        return sum(k.nbytes() for k in found)
+    def nbytes(self, *kinds: str, host: bool | None = None) -> int:
+        """Bytes of some kinds of state of this rank, of all without a name; `host`: there alone, or elsewhere alone."""
+        chosen = (s for i, s in enumerate(self.states) if host is None or (i in self._hosted) == host)
+        return sum(k.nbytes() for states in chosen for name, k in states.items() if not kinds or name in kinds)
 
 
 def _decay(view: View, settings: Settings) -> float:

@@ -21,10 +21,11 @@ import torch.nn as nn
 from torch import Tensor
 
 from isotron.core import comm
+from isotron.core import device as devices
 from isotron.core.layout import Box, Placed
 from isotron.core.mesh import Group
 from isotron.core.nn.linear import GradSink
-from isotron.core.parallel.buckets import copies_share, cut_buckets, rows_between
+from isotron.core.parallel.buckets import Span, copies_share, cut_buckets, rows_between
 from isotron.core.parallel.shards import Bucket, Sharding
 
 Fill = Callable[[Placed, Box, Tensor], None]
@@ -35,7 +36,7 @@ class View:
     """Rows of one parameter that this rank holds: flat views of weights and gradients, and the rows' local box.
 
     `trained`: False for frozen parameters, whose `grad` is empty. `counts`: whether this rank answers for the rows
-    among the data-parallel ranks that step the same ones.
+    among the data-parallel ranks that step the same ones. `hosted`: the weights live in host memory.
     """
 
     placed: Placed
@@ -44,6 +45,7 @@ class View:
     grad: Tensor
     trained: bool = True
     counts: bool = True
+    hosted: bool = False
 
     def pieces(self, flat: Tensor, owned: bool = True) -> Iterator[tuple[Box, Tensor]]:
         """(global box, tensor) of the pieces inside the view's rows of any flat tensor laid out like it."""
@@ -89,23 +91,37 @@ class Flat:
         kinds = {name: plan.classes.of(name, p) for name, p in placed.items()}
         spans = cut_buckets(self._shapes, kinds, plan.bucket_size, plan.ways)
         trained = [s for s in spans if not s.kind.frozen]
-        kept = [plan.held(s, plan.keeps_weights(s)) for s in spans]
         sums = [plan.held(s, plan.keeps_gradients(s)) for s in trained] + [(0, 0)] * (len(spans) - len(trained))
         wide = torch.promote_types(dtype, torch.float32)
-        self.weights = torch.zeros(sum(b - a for a, b in kept), dtype=dtype, device=device)
+        weights = self._allocate(spans, dtype, device)
         self.grads = torch.zeros(sum(b - a for a, b in sums), dtype=wide, device=device)
-        weights = self.weights.split([b - a for a, b in kept])
         totals = self.grads.split([b - a for a, b in sums])
-        self.buckets = [Bucket(s, plan, w, g) for s, w, g in zip(spans, weights, totals, strict=True)]
+        self.buckets: list[Bucket] = []
         self.sinks: dict[str, GradSink] = {}
         self.bucket_of: dict[int, Bucket] = {}  # by id of the parameter
-        for bucket in self.buckets:
-            self._adopt(bucket)
+        for span, held, total in zip(spans, weights, totals, strict=True):
+            self.buckets.append(Bucket(span, plan, held, total))
+            self._adopt(self.buckets[-1])  # one at a time: until then the memory of the whole bucket is there
         self._bucket_of_sink = {id(s): b for b in self.buckets for s in b.sinks}
         self._flying: deque[comm.Pending] = deque()
         with torch.no_grad():
             for view in self.held():
                 fill(view.placed, view.box, view.weight.view(view.box.shape))
+
+    def _allocate(self, spans: Sequence[Span], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+        """Memory for what stays of each bucket's weights: in `weights` on the device, or in `hosted` on the host."""
+        runs = [self.plan.held(s, self.plan.keeps_weights(s)) for s in spans]
+        away = [self.plan.hosted and not self.plan.keeps_weights(s) for s in spans]
+        room = {
+            side: sum(b - a for (a, b), far in zip(runs, away, strict=True) if far == side) for side in (False, True)
+        }
+        self.weights = torch.zeros(room[False], dtype=dtype, device=device)
+        self.hosted = devices.host_zeros((room[True],), dtype, device)
+        found, used = [], {False: 0, True: 0}
+        for (a, b), far in zip(runs, away, strict=True):
+            found.append((self.hosted if far else self.weights)[used[far] : used[far] + b - a])
+            used[far] += b - a
+        return found
 
     def _adopt(self, bucket: Bucket) -> None:
         """Make the bucket's parameters views of it, and give them sinks."""
@@ -257,7 +273,8 @@ class Flat:
         for name, box in rows_between(bucket.span, self._shapes, *run):
             weight = _part(bucket.own if bucket.lean else bucket.whole, at, box.size, bucket.run.start * bucket.lean)
             grad = _part(bucket.total, at, box.size, bucket.run.start * bucket.streams)
-            yield name, View(self.placed[name], box, weight, grad, bucket.trained, bucket.copies.index == 0)
+            first = bucket.copies.index == 0
+            yield name, View(self.placed[name], box, weight, grad, bucket.trained, first, bucket.hosted)
             at += box.size
 
     def start_gather(self, overlap: bool) -> None:

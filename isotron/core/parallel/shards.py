@@ -47,6 +47,7 @@ def sharing(ranks: Sequence[int], rank: int, group_of: Callable[[Sequence[int]],
 class Sharding:
     """What is sharded, over whom. `groups`: class of parameters -> its ranks. `transport`: the type in which gradients
     travel, None for that of their sums. `overlap`: at most two buckets of gradients are under way, else one at a time.
+    `hosted`: own runs of weights that are not kept whole live in host memory.
     """
 
     zero: int
@@ -55,6 +56,7 @@ class Sharding:
     classes: Classes
     overlap: bool = True
     transport: torch.dtype | None = None
+    hosted: bool = False
 
     @property
     def ways(self) -> dict[str, int]:
@@ -86,7 +88,9 @@ class Bucket:
         self.cuts = [c - span.start for c in span.cuts]
         self.lean, self.streams = not plan.keeps_weights(span), not plan.keeps_gradients(span)
         self.run = slice(self.cuts[self.shard.index], self.cuts[self.shard.index + 1])
-        self.whole = torch.empty(span.stop - span.start, dtype=held.dtype, device=held.device) if self.lean else held
+        self.hosted = self.lean and plan.hosted
+        # gradients are where the work is, also while the own weights are on the host
+        self.whole = torch.empty(span.stop - span.start, dtype=held.dtype, device=total.device) if self.lean else held
         self.own = held if self.lean else held[self.run]
         self.sinks: list[GradSink] = []
         self.waiting: set[int] = set()
@@ -120,7 +124,7 @@ class Bucket:
     def send_weights(self) -> None:
         """Start to fill the whole from everybody's run."""
         if self.lean:
-            self.whole[self.run].copy_(self.own)
+            self.whole[self.run].copy_(self.own, non_blocking=True)
         self.gathering = comm.start_gather_flat(self.whole, self.cuts, self.shard)
 
     def wait_weights(self) -> None:

@@ -155,7 +155,8 @@ def sharding_of(layout: Layout, mesh: Mesh, tie: str | None, frozen: tuple[str, 
     transport = None if layout.grad_reduce_dtype == "auto" else devices.dtype_of(layout.grad_reduce_dtype)
     classes = layout.classes(tie, frozen)
     overlap = layout.overlap_grad_reduce
-    return Sharding(layout.zero_stage, groups, layout.ddp_bucket_size, classes, overlap, transport)
+    hosted = layout.offload_weights
+    return Sharding(layout.zero_stage, groups, layout.ddp_bucket_size, classes, overlap, transport, hosted)
 
 
 def units_of(module: Decoder, layout: Layout, flats: list[Flat]) -> Units:

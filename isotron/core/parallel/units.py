@@ -1,5 +1,6 @@
 """ZeRO-3: which weights are gathered when. A unit (a block, or a module at an end of the stage) at a time, in the
-order of use, with the next one on its way.
+order of use, with the next one on its way. A pipeline table may have the weights of a stage held from one use to the
+next: then nothing is dropped meanwhile.
 
 For our own models this fills the socket `around` of `nn/decoder.py`: `enter` gathers before a unit's forward, `leave`
 drops after it; in the graph they leave two identities whose backwards do the same the other way round. In the backward
@@ -24,7 +25,7 @@ class Unit:
 
     def __init__(self, buckets: Sequence[Bucket], lookback: bool) -> None:
         self.buckets, self.lookback = buckets, lookback
-        self.live = self.in_backward = False
+        self.live = self.in_backward = self.held = False
 
     def start(self) -> None:
         """Start to gather, unless that has been done."""
@@ -40,8 +41,8 @@ class Unit:
             bucket.wait_weights()
 
     def drop(self) -> None:
-        """Let the weights go."""
-        if self.live:
+        """Let the weights go, unless they are held."""
+        if self.live and not self.held:
             self.live = False
             for bucket in self.buckets:
                 bucket.release()
@@ -71,6 +72,15 @@ class Units:
         if not unit.in_backward:
             unit.drop()
         return _Leave.apply(y, self, unit) if unit.lookback and y.requires_grad else y
+
+    def hold(self, wanted: bool) -> None:
+        """All weights of the stage come and stay, or go."""
+        for unit in self._order:
+            unit.held = wanted
+            if wanted:
+                unit.start()
+            else:
+                unit.drop()
 
     def begin_backward(self, unit: Unit) -> None:
         """The gradient of a unit's output is there."""

@@ -19,6 +19,7 @@ def check(schedule: Schedule) -> dict[Key, Where]:
     _in_range(schedule)
     where = places(schedule)
     _complete(schedule, where)
+    _come_and_go(schedule)
     for first, then in _precedences(schedule, where):
         if where[first].position >= where[then].position:
             case = f"it does not come after {name(first)}, which it needs"
@@ -66,6 +67,21 @@ def _complete(schedule: Schedule, where: dict[Key, Where]) -> None:
             for key in ((Kind.F, stage, microbatch), (Kind.B, stage, microbatch)):
                 if key not in where:
                     raise wrong(schedule, rank, name(key), "it is missing", "one F and one B per stage and microbatch")
+
+
+def _come_and_go(schedule: Schedule) -> None:
+    """Weights are gathered and dropped in turn, and nothing stays."""
+    for rank, row in enumerate(schedule.ranks):
+        live: set[int] = set()
+        for a in row:
+            if a.kind is Kind.UNSHARD and a.stage in live:
+                raise wrong(schedule, rank, str(a), "the weights are gathered already", "leave it out")
+            if a.kind is Kind.RESHARD and a.stage not in live:
+                raise wrong(schedule, rank, str(a), "the weights are not gathered", f"UNSHARD{a.stage} first")
+            if a.kind in (Kind.UNSHARD, Kind.RESHARD):
+                live ^= {a.stage}
+        for stage in sorted(live):
+            raise wrong(schedule, rank, f"UNSHARD{stage}", "the weights stay after the step", f"RESHARD{stage} at last")
 
 
 def _precedences(schedule: Schedule, where: dict[Key, Where]) -> Iterator[tuple[Key, Key]]:

@@ -75,6 +75,10 @@ class Stage(Protocol):
         """A forward or a backward of the stage is over."""
         ...
 
+    def gather(self, wanted: bool) -> None:
+        """Start to gather all weights and keep them, or let them go."""
+        ...
+
     def recompute(self, wanted: bool) -> None:
         """Under full recompute: whether the next forward keeps only the inputs of its units."""
         ...
@@ -84,7 +88,7 @@ class Observer(Protocol):
     """Hears what the runtime does, when it does it."""
 
     def computed(self, action: Action) -> AbstractContextManager[None]:
-        """Around every compute action and REDUCE."""
+        """Around every action but transfers."""
         ...
 
     def posted(self, actions: Sequence[Action]) -> None:
@@ -170,9 +174,12 @@ class _Pass:
     # ---- compute ---------------------------------------------------------------------------------------------------
 
     def compute(self, action: Action) -> None:
-        """One F, B, W or REDUCE."""
+        """One F, B or W, or what concerns the weights of a stage."""
         if action.kind is Kind.REDUCE:
             self.stages[action.stage].flat.start_reduce()
+            return
+        if action.kind in (Kind.UNSHARD, Kind.RESHARD):
+            self.stages[action.stage].gather(action.kind is Kind.UNSHARD)
             return
         key = (action.stage, int(action.microbatch or 0))
         {Kind.F: self.forward, Kind.B: self.backward, Kind.W: self.weight_gradient}[action.kind](*key)

@@ -62,6 +62,11 @@ class Report:
     """Time that ranks wait for transfers alone: the tensor is made, the rank is free, the way is not over."""
     travels: tuple[Travel, ...] = ()
     """Every transfer in time, tagged communication."""
+    gathered: tuple[float, ...] = ()
+    """Most weights gathered at once by UNSHARD, in the unit of `costs.weights`; what gathers block by block is not
+    among them."""
+    gathers: tuple[float, ...] = ()
+    """Weights gathered in all: by UNSHARD, and by each F and B without one."""
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Report:
@@ -74,6 +79,8 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Report:
     grouped, _ = _run(_Paper(schedule, times, transfer, grouped=True))
     busy = [sum(end - start for _, start, end in row) for row in spans]
     makespan = _last_end(spans)
+    sizes = costs.per_stage("weights", schedule.stages)
+    weights = [_gathered(row, sizes) for row in schedule.ranks]
     return Report(
         makespan=makespan,
         makespan_grouped=_last_end(grouped),
@@ -84,6 +91,8 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Report:
         spans=spans,
         exposed=_exposed(spans, paper, ends),
         travels=_travels(paper, ends),
+        gathered=tuple(most for most, _ in weights),
+        gathers=tuple(total for _, total in weights),
     )
 
 
@@ -237,6 +246,22 @@ def _peak(schedule: Schedule, costs: Costs, where: dict[Key, Where]) -> tuple[fl
                 live -= size[part.stage]
         peaks.append(peak)
     return tuple(peaks)
+
+
+def _gathered(row: tuple[Action, ...], size: list[float]) -> tuple[float, float]:
+    """(most weights that UNSHARD keeps at once, weights gathered in all)."""
+    live: dict[int, float] = {}
+    most = total = 0.0
+    for action in row:
+        if action.kind is Kind.UNSHARD:
+            live[action.stage] = size[action.stage]
+            most, total = max(most, sum(live.values())), total + size[action.stage]
+        elif action.kind is Kind.RESHARD:
+            live.pop(action.stage, None)
+        for part in action.parts:
+            if part.kind in (Kind.F, Kind.B) and part.stage not in live:
+                total += size[part.stage]
+    return most, total
 
 
 def _posted(row: tuple[Action, ...]) -> int:

@@ -32,6 +32,8 @@ class Costs:
     """The way over the boundary behind a stage, in either direction; the last stage's number is not used."""
     activation: PerStage = 1
     """What a microbatch keeps from its F to its last gradient, in any unit of memory."""
+    weights: PerStage = 1
+    """What gathering a stage brings, in any unit of memory."""
 
     def per_stage(self, field: str, stages: int) -> list[float]:
         """The cost `field` of every stage; refuses a sequence of another length."""
