@@ -13,7 +13,7 @@ from isotron.train.verify import compare, measure
 from tests.covering import Case as Choice
 from tests.covering import covering, product_of, uncovered
 from tests.matrix import faults, reference_of
-from tests.moe_matrix import AXES, MODELS, case_of, mixtral
+from tests.moe_matrix import AXES, MODELS, PLAIN, case_of, mixtral
 
 PAIRS = covering(AXES)
 REST = [choice for choice in product_of(AXES) if choice not in PAIRS]
@@ -35,8 +35,8 @@ def name_of(choice: Choice) -> str:
     return "-".join(map(str, choice.values()))
 
 
-def check(ranks: Callable[..., list[Any]], choice: Choice) -> None:
-    case = case_of(choice)
+def check(ranks: Callable[..., list[Any]], choice: Choice, steps: int = 2) -> None:
+    case = case_of(choice, steps)
     found = ranks(case.layout.world, measure, case, timeout=120)[0]
     bad = faults(found, reference_of(case))
     assert not bad, f"{name_of(choice)}: {len(bad)} rows differ from one process, worst first\n" + "\n".join(bad[:8])
@@ -54,7 +54,7 @@ def test_pairs(ranks: Callable[..., list[Any]], choice: Choice) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("choice", sorted(REST, key=world_of), ids=name_of)
 def test_full_product(ranks: Callable[..., list[Any]], choice: Choice) -> None:
-    check(ranks, choice)
+    check(ranks, choice, steps=5)
 
 
 def test_the_matrix_sees_every_kind_of_term() -> None:
@@ -64,28 +64,38 @@ def test_the_matrix_sees_every_kind_of_term() -> None:
 
 
 def reference(model: Any) -> Any:
-    base = case_of({"layout": "1", "model": "drop", "microbatch": 1, "recompute": "none"})
-    return reference_of(replace(base, model=model))
+    return reference_of(replace(case_of(PLAIN), model=model))
 
 
 def test_the_batch_kind_depends_on_the_microbatch_and_on_nothing_else(ranks: Callable[..., list[Any]]) -> None:
     model = mixtral(moe_router_load_balancing_type="batch")
-    case = replace(case_of({"layout": "1", "model": "drop", "microbatch": 2, "recompute": "none"}), model=model)
+    case = replace(case_of(PLAIN), model=model)
     one = measure(case)
     split = replace(case, layout=replace(case.layout, tp=2, sequence_parallel=True))
     assert all(row.passes for row in compare(ranks(2, measure, split, timeout=120)[0], one))
     assert any(not row.passes for row in compare(measure(replace(case, micro_batch=1)), one))
 
 
-def test_context_parallel_ranks_share_sequences(ranks: Callable[..., list[Any]]) -> None:
-    base = case_of({"layout": "1", "model": "global", "microbatch": 2, "recompute": "none"})
-    case = replace(base, model=mixtral(moe_shared_expert_intermediate_size=16))
-    split = replace(case, layout=replace(case.layout, cp=2, tp=2, sequence_parallel=True))
+def test_context_parallel_ranks_share_sequences_and_experts(ranks: Callable[..., list[Any]]) -> None:
+    case = replace(case_of(PLAIN), model=mixtral(moe_shared_expert_intermediate_size=16))
+    split = replace(case, layout=replace(case.layout, cp=2, tp=2, ep=4, etp=1, sequence_parallel=True))
     assert faults(ranks(4, measure, split, timeout=120)[0], reference_of(case)) == []
 
 
 def test_sinkhorn_sees_whole_sequences(ranks: Callable[..., list[Any]]) -> None:
-    base = case_of({"layout": "1", "model": "global", "microbatch": 2, "recompute": "full"})
-    case = replace(base, model=mixtral(moe_router_load_balancing_type="sinkhorn", moe_aux_loss_coeff=0.0))
-    split = replace(case, layout=replace(case.layout, tp=2, sequence_parallel=True))
+    model = mixtral(moe_router_load_balancing_type="sinkhorn", moe_aux_loss_coeff=0.0)
+    case = replace(case_of({**PLAIN, "recompute": "full"}), model=model)
+    split = replace(case, layout=replace(case.layout, tp=2, sequence_parallel=True, ep=2, etp=1))
+    assert faults(ranks(2, measure, split, timeout=120)[0], reference_of(case)) == []
+
+
+def test_chunks_of_a_pipeline_send_their_tokens(ranks: Callable[..., list[Any]]) -> None:
+    case = replace(case_of(PLAIN), micro_batch=1)
+    split = replace(case.layout, pp=2, vpp=2, dp=2, ep=2, layers_per_stage=(1, 1, 1, 0))
+    assert faults(ranks(4, measure, replace(case, layout=split), timeout=120)[0], reference_of(case)) == []
+
+
+def test_shares_of_tokens_may_be_uneven(ranks: Callable[..., list[Any]]) -> None:
+    case = replace(case_of(PLAIN), sequence=15, micro_batch=1)
+    split = replace(case, layout=replace(case.layout, tp=2, ep=2, etp=1))
     assert faults(ranks(2, measure, split, timeout=120)[0], reference_of(case)) == []
