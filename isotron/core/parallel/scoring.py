@@ -51,6 +51,10 @@ class _Asked:
         """As in training."""
         self.stage.settle(backward)
 
+    def gather(self, wanted: bool) -> None:
+        """As in training."""
+        self.stage.gather(wanted)
+
     def recompute(self, wanted: bool) -> None:
         """There is no backward to recompute for."""
 
@@ -83,5 +87,5 @@ class Scoring:
             stage.module.eval()
         local = model.local(batches)
         runtime = Runtime(stages, model.mesh.group("pp"), False)
-        runtime.run(model.layout.table(len(batches), forward_only=True), local, 0.0)
+        runtime.run(model.table(len(batches), forward_only=True), local, 0.0)
         return [found.get(id(batch)) for batch in local]
