@@ -19,7 +19,6 @@ from isotron.core.layout import Box, whole
 from isotron.core.mesh import AXES, Mesh
 from isotron.core.parallel.context import local_batch
 from isotron.core.parallel.costs import costed
-from isotron.core.parallel.costs import costed
 from isotron.core.parallel.data import View
 from isotron.core.parallel.deal import Costs, document_costs
 from isotron.core.parallel.dealt import dealt
