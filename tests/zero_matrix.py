@@ -38,7 +38,7 @@ AXES = {
     "frozen": (False, True),
     "recompute": ("none", "full"),
     "offload": (False, True),
-    "live": (0, 30_000, 10**9),  # weights that stay gathered: none, one stage of two on a rank, all
+    "live": (0, 20_000, 10**9),  # weights that stay gathered: none, one stage of two on a rank, all
 }
 
 

@@ -143,15 +143,14 @@ def test_at_most_a_block_and_the_next_one_are_gathered(
 
 
 def test_nobody_holds_a_whole_model_while_it_is_built(ranks: Callable[..., list[Any]]) -> None:
-    config = LlamaConfig(8, 64, 4, 2, 0, 128, 131, 16)
-    layouts = [Layout(dp=8, zero=3), Layout(dp=4, pp=2, zero=3)]
+    config = LlamaConfig(6, 256, 4, 4, 0, 512, 1000, 16)
     whole = count_parameters(config) * 4
-    for found in ranks(8, built_from_nothing, [replace(small(3), model=config, layout=x) for x in layouts]):
-        for peak, stays, unit in found:
-            assert stays <= peak < stays + 2.1 * unit < whole
+    tiles = 5 * 256 * 256 * 4  # of random numbers, while they are drawn
+    for peak, stays, unit in ranks(8, built_from_nothing, replace(small(3), model=config, layout=Layout(dp=8, zero=3))):
+        assert stays <= peak <= stays + unit + tiles < whole / 2
     alone = drawn_module(0)
     for peak, stays, unit, losses in ranks(8, drawn_module, 3):
-        assert stays <= peak < stays + 2.1 * unit < alone[1] / 2
+        assert stays <= peak <= stays + 2 * unit < alone[1] / 2  # a unit of one matrix, which is drawn as a whole
         assert losses == pytest.approx(alone[3], rel=1e-9)
 
 
@@ -164,7 +163,7 @@ def test_weights_that_stay_are_gathered_once(ranks: Callable[..., list[Any]]) ->
     assert often == 3 * (2 * stage - no_backward) and once == stage
     pipeline = replace(case, layout=replace(case.layout, pp=2, vpp=2, max_live_parameters=1))
     counts = []
-    for live in (1, 30_000, 10**9):
+    for live in (1, 20_000, 10**9):
         case = replace(pipeline, layout=replace(pipeline.layout, max_live_parameters=live))
         counts.append(ranks(4, gather_counts, case)[0][0])
     assert counts[0] > counts[1] > counts[2] == ranks(4, gather_counts, case)[0][2]

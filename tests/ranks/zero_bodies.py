@@ -122,18 +122,14 @@ def gathered_peaks(case: Case) -> tuple[int, dict[str, int], int]:
     return live.peak, units, live.bytes
 
 
-def built_from_nothing(cases: list[Case]) -> list[tuple[int, int, int]]:
-    """Of every case's model: peak bytes while it is built, bytes of what stays, bytes of the largest unit."""
-    found = []
-    for case in cases:
-        mesh = Mesh(dist.get_rank(), **case.layout.axes)
-        with Live() as live:
-            model = ParallelModel(case.model, case.layout, mesh, torch.float32, torch.device("cpu"), 1)
-        flats = [stage.flat for stage in model.stages.values()]
-        stays = sum(x.nbytes for flat in flats for x in (flat.weights, flat.grads))
-        largest = max(b.whole.numel() * b.whole.element_size() for flat in flats for b in flat.buckets)
-        found.append((live.peak, stays, largest))
-    return found
+def built_from_nothing(case: Case) -> tuple[int, int, int]:
+    """Peak bytes while a model is built, bytes of what stays, bytes of the largest unit."""
+    mesh = Mesh(dist.get_rank(), **case.layout.axes)
+    with Live() as live:
+        model = ParallelModel(case.model, case.layout, mesh, torch.float32, torch.device("cpu"), 1)
+    flats = [stage.flat for stage in model.stages.values()]
+    stays = sum(x.nbytes for flat in flats for x in (flat.weights, flat.grads))
+    return live.peak, stays, max(b.whole.numel() * b.whole.element_size() for flat in flats for b in flat.buckets)
 
 
 def drawn_module(zero: int) -> tuple[int, int, int, list[float]]:
