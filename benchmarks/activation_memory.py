@@ -29,7 +29,7 @@ MODES: dict[str, dict[str, Any]] = {
     "probabilities": {"recompute": "selective", "recompute_modules": ("core_attn",)},
     "MLP": {"recompute": "selective", "recompute_modules": ("mlp",)},
     "MLP in 4 chunks": {"mlp_chunks": 4},
-    "full, half of the blocks": {"recompute": "full", "recompute_method": "block", "recompute_num_layers": 2},
+    "full, one block": {"recompute": "full", "recompute_method": "block", "recompute_num_layers": 1},
     "full": {"recompute": "full"},
     "host memory": {"cpu_offloading": True},
 }

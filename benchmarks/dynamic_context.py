@@ -80,8 +80,9 @@ def timed(rows: Batch, layout: Layout, repeats: int) -> list[float]:
 
 def one_row(rows: Batch, i: int) -> Batch:
     """Row i as a microbatch."""
-    names = ("tokens", "labels", "loss_mask", "positions", "sample_ids", "doc_ids")
-    return Batch(**{name: getattr(rows, name)[i : i + 1] for name in names})
+    names = ("tokens", "labels", "loss_mask", "positions", "sample_ids")
+    docs = None if rows.doc_ids is None else rows.doc_ids[i : i + 1]
+    return Batch(**{name: getattr(rows, name)[i : i + 1] for name in names}, doc_ids=docs)
 
 
 def measured_costs(tokens: int) -> Costs:

@@ -15,13 +15,14 @@ from isotron.config.check import check, finish
 from isotron.config.load import Loaded, read
 from isotron.config.schema import MODELS, PRESETS, RunConfig, changed, to_toml
 from isotron.core.errors import Problem, Refused, refuse
-from isotron.core.parallel.plan import Layout
 from isotron.planner import report
 from isotron.planner.block_time import Place
+from isotron.planner.budget import within_budget
 from isotron.planner.efficiency import STACKS, stack_for
 from isotron.planner.hardware import GIB, find
 from isotron.planner.job import Job
-from isotron.planner.search import Found, search
+from isotron.planner.page import page
+from isotron.planner.search import Found, named, search
 from isotron.planner.shapes import MILESTONES
 
 OWN = {
@@ -36,10 +37,19 @@ OWN = {
     "scaling": Option("scaling", "str", "", "curve over numbers of devices", choices=("", "weak", "strong")),
     "top": Option("top", "int", 10, "layouts to show"),
     "out": Option("out", "str", "", "write the best layout as a run's TOML file"),
+    "html": Option("html", "str", "", "write the plan as one HTML page: memory, time, pipeline, frontier, candidates"),
     "calibrate": Option("calibrate", "str", "", "measure this machine, write a .toml file for --gpu, and stop"),
     **JSON,
 }
-SEARCHED = ("tp", "pp", "dp", "vpp", "schedule", "recompute", "zero", "layers_per_stage", "pipeline_layout")
+SEARCHED = (
+    *("tp", "pp", "dp", "cp", "ep", "vpp", "schedule", "recompute", "zero", "zero_shard_size"),
+    *("layers_per_stage", "pipeline_layout"),
+)
+# leaves of the layout that a search decides
+DECIDED = (
+    *("tp", "pp", "dp", "cp", "ep", "etp", "vpp", "sequence_parallel", "zero", "zero_shard_size", "schedule"),
+    *("recompute", "recompute_method", "recompute_num_layers"),
+)
 # a plan reads no data, no tokenizer and no checkpoint, and the devices need not be here
 UNUSED = (
     *("data_path", "valid_data_path", "mock_data", "split", "train_iters", "device", "save", "load"),
@@ -149,13 +159,14 @@ def _one(
         problems.append(Problem(f"--gpus {flags['gpus']} --dp {lay.dp}", case, f"--gpus {lay.world}"))
     if problems:
         raise Refused(problems)
-    config = finish(config)
+    config, chosen = within_budget(finish(config))
     job = replace(Job.of(config), config=_with_positions(shape, config))
     if flags["scaling"]:
         rows = report.scaling_facts(_scaled(job, flags["scaling"]), place)
         return {"scaling": flags["scaling"], "rows": rows, "lines": report.scaling_lines(rows, flags["scaling"])}
     facts = report.layout_facts(job, place, limit, tokens)
-    return {**facts, "lines": [*report.layout_lines(facts), *_written(flags, config, job)]}
+    lines = [*report.layout_lines(facts), *_written(flags, config, job), *_drawn(flags, facts, job, place)]
+    return {**facts, "lines": [*chosen, *lines]}
 
 
 def _with_positions(shape: Any, config: RunConfig) -> Any:
@@ -185,6 +196,10 @@ def _search(
     if not devices:
         case = "neither a number of devices nor a layout is given"
         raise refuse("isotron plan without --gpus", case, "--gpus 64, or a layout such as --tp 4 --pp 2 --dp 8")
+    budget = config.layout.activation_budget_gib
+    if budget:
+        case = "a search chooses what is recomputed by the memory of the device"
+        raise refuse(f"--activation-budget-gib {budget:g}", case, "it together with --tp, --pp and --dp")
     config = changed(config, dp=0)
     base = finish(changed(config, micro_batch_size=1), devices)
     job = replace(Job.of(base), config=_with_positions(shape, base))
@@ -195,12 +210,12 @@ def _search(
         "limit": limit,
         **report.search_facts(found),
     }
-    facts["unbuilt"] = list(job.unbuilt)
     lines = report.search_lines(facts, limit)
     if found.best:
         chosen = found.best[0].job
         facts["chosen"] = report.layout_facts(chosen, place, limit, tokens)
         lines = [*lines, "", "the fastest:", *report.layout_lines(facts["chosen"]), *_written(flags, config, chosen)]
+        lines += _drawn(flags, facts, chosen, place)
     else:
         lines += _none_fits(found, limit)
     return {**facts, "lines": lines}
@@ -219,18 +234,22 @@ def _written(flags: Mapping[str, Any], config: RunConfig, job: Job) -> list[str]
     """Writes the run's TOML file where one is asked for; says so."""
     if not flags["out"]:
         return []
-    if job.unbuilt:
-        raise refuse(f"--out {flags['out']}", f"isotron cannot run this: {', '.join(job.unbuilt)}", "leave --out out")
     Path(flags["out"]).write_text(run_toml(config, job), encoding="utf-8")
     return [f"written: {flags['out']}; isotron train --config {flags['out']} --print-config shows it"]
 
 
+def _drawn(flags: Mapping[str, Any], facts: Mapping[str, Any], job: Job, place: Place) -> list[str]:
+    """Writes the page where one is asked for; says so."""
+    if not flags["html"]:
+        return []
+    title = f"{flags['model'] or job.config.family} on {job.world} x {place.device.name}"
+    Path(flags["html"]).write_text(page(facts, job, place, title), encoding="utf-8")
+    return [f"written: {flags['html']}"]
+
+
 def run_toml(config: RunConfig, job: Job) -> str:
     """A run with this layout that `isotron train` accepts; the data are made up until a path is put in."""
-    layout = Layout(
-        job.layout.tp, job.layout.pp, job.dp, job.layout.vpp, job.layout.sequence_parallel, job.layout.zero,
-        job.layout.schedule, recompute=job.layout.recompute,
-    )  # fmt: skip
+    layout = replace(config.layout, **{name: getattr(job.layout, name) for name in DECIDED})
     chosen = replace(config, layout=layout)
     data = {} if config.data.data_path else {"mock_data": True}
     chosen = changed(
@@ -241,7 +260,7 @@ def run_toml(config: RunConfig, job: Job) -> str:
         device="auto",
         **data,
     )
-    head = f"# {job.world} devices: tp {layout.tp} x pp {layout.pp} x dp {layout.dp}, found by isotron plan\n"
+    head = f"# {job.world} devices: {named(layout)}, found by isotron plan\n"
     note = "# mock_data stands for data_path until there is one\n\n" if data else "\n"
     return head + note + to_toml(chosen)
 

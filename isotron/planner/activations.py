@@ -12,27 +12,10 @@ from typing import Any
 
 from isotron.planner.experts import expert_sizes
 from isotron.planner.job import Job
+from isotron.planner.kept import IDS, Kept, expert_share, is_latent, latent_attention, routed
 
 _NORM = ("layernorm",)
-IDS = 8  # bytes of a token id
 MASK = 1  # bytes of an element of a dropout mask
-
-
-@dataclass(frozen=True)
-class Kept:
-    """One saved tensor: name, elements per token, bytes per element; `parts`: the modules whose selective recompute
-    spares it.
-    """
-
-    name: str
-    elements: float
-    size: int
-    parts: tuple[str, ...] = ()
-
-    @property
-    def bytes(self) -> float:
-        """Bytes per token."""
-        return self.elements * self.size
 
 
 @dataclass(frozen=True)
@@ -60,6 +43,7 @@ def sizes(job: Job) -> Sizes:
     names = {r.pattern for r in c.layout(c.vocab_size).rules}
     split = tp if job.layout.sequence_parallel else 1
     rotary = int(c.head_size * getattr(c, "rope_percent", 1.0)) if hasattr(c, "rope_theta") else 0
+    rotary = c.qk_pos_emb_head_dim if is_latent(c) else rotary
     return Sizes(
         c.hidden_size / split,
         c.num_attention_heads // tp,
@@ -95,7 +79,9 @@ def block(job: Job, mode: str) -> list[Kept]:
     after = [Kept("branch output", z.d, e), replace(_statistics(z, job), parts=())] if z.after else []
     hidden = [Kept("dropout mask", z.d, MASK)] if job.config.dropout[0] > 0 else []
     up = Kept("MLP up", (2 if z.gated else 1) * z.f, e)
-    inside = [*norm, up, Kept("activation output", z.f, e, ("moe_act",))]
+    share = expert_share(job.config)  # of the blocks; the others have one MLP
+    plain = [up, Kept("activation output", z.f, e, ("moe_act",))]
+    inside = [*norm, *plain] if not share else _mixed(job, norm, share)
     if z.after and not z.before:  # then its recomputed unit has the norm in it
         inside += after
     again = [replace(t, parts=(*t.parts, "mlp")) for t in inside]
@@ -103,6 +89,15 @@ def block(job: Job, mode: str) -> list[Kept]:
     middle = [] if z.parallel else [Kept("residual", z.d, e)]
     kept = [x, *norm, *_attention(job, z, "core_attn" in modules), *after, *hidden, *middle, *mlp]
     return [t for t in kept if not set(modules) & set(t.parts)]
+
+
+def _mixed(job: Job, norm: list[Kept], share: float) -> list[Kept]:
+    """Norm and MLP of an average block of a model in which a share of the blocks has experts; these keep the norm."""
+    c, e, tp = job.config, job.element, job.layout.tp
+    width = c.ffn / tp
+    one = [*norm, Kept("MLP up", 2 * width, e), Kept("activation output", width, e, ("moe_act",))]
+    many = [*(replace(t, parts=()) for t in norm), *routed(c, c.hidden_size, tp, job.seq, e, job.wide)]
+    return [*(t.times(1 - share) for t in one), *(t.times(share) for t in many)]
 
 
 def _statistics(z: Sizes, job: Job) -> Kept:
@@ -114,6 +109,8 @@ def _statistics(z: Sizes, job: Job) -> Kept:
 
 def _attention(job: Job, z: Sizes, again: bool) -> list[Kept]:
     """Projections and the core: a fused kernel without dropout, explicit probabilities with it."""
+    if is_latent(job.config):
+        return latent_attention(job.config, z.h, job.element, job.wide)
     e, wide, out = job.element, job.wide, Kept("attention output", z.h * z.n, job.element)
     qkv = Kept("q, k, v", (z.h + 2 * z.k) * z.n, e)
     turned = Kept("rotated q, k", (z.h + z.k) * z.n, e)

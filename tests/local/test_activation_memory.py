@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from isotron import cli
 from isotron.config.schema import RunConfig, changed
 from isotron.core.errors import Refused
 from isotron.core.models.gpt_config import GPTConfig
@@ -148,3 +149,11 @@ def test_eight_times_the_sequence_in_the_same_memory(mode: str) -> None:
     job = job_of("llama-tiny", Layout(dp=1, recompute=mode), "bfloat16", 0.0)
     long = replace(job.with_layout(cp=8), seq=8 * job.seq)
     assert peak_bytes(long) == peak_bytes(job)
+
+
+def test_the_plan_chooses_too(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = ["plan", "--preset", "llama-tiny", "--seq-length", "512", "--dp", "1", "--activation-budget-gib", "0.002"]
+    assert cli.main(plan) == 0
+    assert "--activation-budget-gib 0.002: --recompute " in capsys.readouterr().out
+    assert cli.main(["plan", "--preset", "llama-tiny", "--gpus", "2", "--activation-budget-gib", "1"]) == 2
+    assert "a search chooses" in capsys.readouterr().err

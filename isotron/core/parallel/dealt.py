@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -53,7 +54,9 @@ def joined_rows(batches: Sequence[Batch]) -> Batch:
     """Batches of whole rows of one length as one."""
     if len(batches) == 1:
         return batches[0]
-    fields = {name: torch.cat([getattr(b, name) for b in batches]) for name in (*_FIELDS, "sample_ids")}
+    fields: dict[str, Any] = {
+        name: torch.cat([getattr(b, name) for b in batches]) for name in (*_FIELDS, "sample_ids")
+    }
     docs = [b.doc_ids for b in batches if b.doc_ids is not None]
     return replace(batches[0], **fields, doc_ids=torch.cat(docs) if docs else None)
 
@@ -86,7 +89,7 @@ def _row(rows: Batch, pieces: Sequence[Piece], multiple: int) -> Batch:
     """Documents one after the other in a row of their own, filled up to a multiple."""
     length = sum(p.length for p in pieces)
     free = max(multiple, -(-length // multiple) * multiple) - length
-    fields = {}
+    fields: dict[str, Any] = {}
     for name in _FIELDS:
         whole_rows = getattr(rows, name)
         parts = [whole_rows[p.row, p.start : p.start + p.length] for p in pieces]
