@@ -65,7 +65,7 @@ def test_the_models_own_costs() -> None:
     experts = model.visited("layers.*.moe.experts.up.weight")
     assert experts < 1 and costs.blocks[1] == costs.blocks[3] != costs.blocks[0]
     assert costs.head == 2 * 131 * 32 and costs.last > costs.head + costs.blocks[3]
-    layout = Layout(pp=2, dp=1, schedule="auto", schedule_memory=2.0, layers_per_stage=(3, 1))
+    layout = Layout(pp=2, dp=1, schedule="auto", schedule_memory=3.0, layers_per_stage=(3, 1))
     filled = costed(model, layout)
     rows = [filled.schedule_costs[i : i + 5] for i in (0, 5)]
     assert [row[4] for row in rows] == [3, 1] and rows[0][0] == pytest.approx(rows[0][2], rel=0.5)
@@ -98,7 +98,7 @@ def test_costs_from_numbers() -> None:
     assert costs_of((1, 2, 3, 4, 5, 6, 7, 8), 2, 1) == Costs((1, 5), (5, 13), (3, 7), (4, 8), (1, 1))
     for numbers in ((1, 2), (1, 2, -1), (0, 0, 0), both):
         with pytest.raises(Refused, match="input gradient, weight gradient"):
-            costs_of(numbers)
+            costs_of(numbers, 3)
 
 
 def test_weight_gradients_under_a_limit() -> None:
