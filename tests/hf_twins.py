@@ -35,6 +35,16 @@ TWINS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-yarn": ("Llama", {**WIDE, "rope_parameters": YARN}),
     "mistral": ("Mistral", {**WIDE, "sliding_window": 17, "rope_parameters": PLAIN}),
     "mistral-full": ("Mistral", {**WIDE, "sliding_window": None, "rope_parameters": PLAIN}),
+    "gemma2": ("Gemma2", {**WIDE, "sliding_window": 17, "query_pre_attn_scalar": 20, "attn_logit_softcapping": 3.0,
+                          "final_logit_softcapping": 5.0, "rope_parameters": PLAIN}),
+    "gemma2-untied": ("Gemma2", {**WIDE, "layer_types": ["sliding_attention"] * 3, "tie_word_embeddings": False,
+                                 "attn_logit_softcapping": None, "final_logit_softcapping": None,
+                                 "sliding_window": 31, "rope_parameters": LLAMA3}),
+    "gemma3": ("Gemma3", {**WIDE, "num_key_value_heads": 1, "sliding_window": 17, "sliding_window_pattern": 3,
+                          "query_pre_attn_scalar": 20, "final_logit_softcapping": 6.0,
+                          "rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 4.0,
+                                                                 "rope_theta": 5e4}, "sliding_attention": PLAIN}}),
+    "olmo2": ("Olmo2", {**SIZES, "rope_parameters": YARN}),
     "deepseek_v2": ("DeepseekV2", {**LATENT, "n_group": 4, "topk_group": 2, "topk_method": "group_limited_greedy",
                                    "routed_scaling_factor": 2.0, "rope_parameters": DEEPSEEK_YARN}),
     "deepseek_v2-lite": ("DeepseekV2", {**LATENT, "q_lora_rank": None, "rope_parameters": PLAIN}),
@@ -71,12 +81,15 @@ TWINS: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
+CONFIGS = {"Gemma3": "Gemma3TextConfig"}
+
+
 def make(name: str, dtype: torch.dtype = torch.float32) -> Any:
     """The twin with every weight, bias and gain random."""
     import transformers
 
     kind, fields = TWINS[name]
-    config = getattr(transformers, f"{kind}Config")(**fields, attn_implementation="eager")
+    config = getattr(transformers, CONFIGS.get(kind, f"{kind}Config"))(**fields, attn_implementation="eager")
     model = getattr(transformers, f"{kind}LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM")(config)
     model.get_input_embeddings().padding_idx = None  # padding is masked by position here, not by id
     generator = torch.Generator().manual_seed(5)

@@ -16,11 +16,14 @@ from isotron.core.models import (
     deepseek_moe_config,
     deepseek_v2_config,
     deepseek_v3_config,
+    gemma2_config,
+    gemma3_config,
     gpt_config,
     llama_config,
     mistral_config,
     mixtral_config,
     neox_config,
+    olmo2_config,
     phi3_config,
     qwen2_config,
     qwen2_moe_config,
@@ -30,11 +33,14 @@ from isotron.core.models import (
 from isotron.core.models.deepseek_moe_config import DeepseekMoEConfig
 from isotron.core.models.deepseek_v2_config import DeepseekV2Config
 from isotron.core.models.deepseek_v3_config import DeepseekV3Config
+from isotron.core.models.gemma2_config import Gemma2Config
+from isotron.core.models.gemma3_config import Gemma3Config
 from isotron.core.models.gpt_config import GPTConfig
 from isotron.core.models.llama_config import LlamaConfig
 from isotron.core.models.mistral_config import MistralConfig
 from isotron.core.models.mixtral_config import MixtralConfig
 from isotron.core.models.neox_config import NeoXConfig
+from isotron.core.models.olmo2_config import Olmo2Config
 from isotron.core.models.phi3_config import Phi3Config
 from isotron.core.models.qwen2_config import Qwen2Config
 from isotron.core.models.qwen2_moe_config import Qwen2MoeConfig
@@ -50,10 +56,13 @@ from isotron.train.config import FaultConfig, LogConfig, TrainConfig
 ModelConfig = GPTConfig | LlamaConfig | NeoXConfig  # the other families have LlamaConfig's fields and more
 _CLASSES: tuple[type[ModelConfig], ...] = (
     GPTConfig,
+    Gemma2Config,
+    Gemma3Config,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
     NeoXConfig,
+    Olmo2Config,
     Phi3Config,
     Qwen2Config,
     Qwen2MoeConfig,
@@ -68,11 +77,14 @@ PRESETS: dict[str, ModelConfig] = {
     **deepseek_moe_config.PRESETS,
     **deepseek_v2_config.PRESETS,
     **deepseek_v3_config.PRESETS,
+    **gemma2_config.PRESETS,
+    **gemma3_config.PRESETS,
     **gpt_config.PRESETS,
     **llama_config.PRESETS,
     **mistral_config.PRESETS,
     **mixtral_config.PRESETS,
     **neox_config.PRESETS,
+    **olmo2_config.PRESETS,
     **phi3_config.PRESETS,
     **qwen2_config.PRESETS,
     **qwen2_moe_config.PRESETS,

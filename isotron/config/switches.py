@@ -19,6 +19,9 @@ _LLAMA_LIKE = (
     "llama",
     "mistral",
     "mixtral",
+    "gemma2",
+    "gemma3",
+    "olmo2",
     "phi3",
     "qwen2",
     "qwen2_moe",
@@ -38,6 +41,7 @@ FEATURES: dict[str, dict[str, str]] = {
     switch: {"gpt": gpt, **dict.fromkeys(_LLAMA_LIKE, llama), "neox": neox}
     for switch, (gpt, llama, neox) in _SWITCHES.items()
 }
+FEATURES["@mlp"] |= {"gemma2": "geglu", "gemma3": "geglu"}
 SPELLING: dict[tuple[str, str], str] = {
     ("@positions", "learned_absolute"): "--position-embedding-type learned_absolute",
     ("@positions", "rope"): "--position-embedding-type rope",

@@ -26,6 +26,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from isotron.core.nn.attention import Causal
 from isotron.core.nn.context import Context
+from isotron.core.nn.kernels import EXPLICIT_QUERIES, capped
 from isotron.inference.plan import ByPage, Pass, Span
 
 FEW = 64  # pages x heads
@@ -65,6 +66,7 @@ class PagedCore(nn.Module):
     def __init__(self, cache: Cache, plain: Causal) -> None:
         super().__init__()
         self.cache, self.window, self.scale = cache, plain.window, plain.scale or None
+        self.softcap = plain.softcap
         self.kept: tuple[Tensor, Tensor] | None = None
 
     def forward(self, q_TH1N: Tensor, k_TK1N: Tensor, v_TK1N: Tensor, ctx: Context) -> Tensor:
@@ -95,7 +97,7 @@ class PagedCore(nn.Module):
         q_EKQN = q_RSKGN.index_select(0, view.row_E).transpose(1, 2).flatten(2, 3)
         groups = q_RSKGN.shape[3]
         k_EKPN, v_EKPN = (self._pages(t, view) for t in kept)
-        o_EKQN, lse_EKQ = page_attention(q_EKQN, k_EKPN, v_EKPN, view, self.scale)
+        o_EKQN, lse_EKQ = page_attention(q_EKQN, k_EKPN, v_EKPN, view, self.scale, self.softcap)
         o_RKQN = combine(o_EKQN, lse_EKQ, view, groups)
         o = o_RKQN.unflatten(2, (-1, groups)).transpose(1, 2).flatten(2, 3)  # R S H N
         return o[:, 0] if now.single else o.flatten(0, 1)[now.back_T]
@@ -120,6 +122,8 @@ class PagedCore(nn.Module):
             mask = torch.ones(span.count, span.end, dtype=torch.bool, device=q_SHN.device).tril(span.start)
             mask = mask.triu(span.start + 1 - self.window) if self.window else mask
         q, k, v = q_SHN.transpose(0, 1)[None], k_KSN[None], v_KSN[None]
+        if self.softcap:
+            return bounded_attention(q, k, v, mask, self.scale, self.softcap)[0].transpose(0, 1)
         grouped = q.shape[1] != k.shape[1]
         o = scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=grouped
@@ -134,7 +138,7 @@ def _slots(span: Span, page: int, device: torch.device) -> Tensor:
 
 
 def page_attention(
-    q_EKQN: Tensor, k_EKPN: Tensor, v_EKPN: Tensor, view: ByPage, scale: float | None
+    q_EKQN: Tensor, k_EKPN: Tensor, v_EKPN: Tensor, view: ByPage, scale: float | None, softcap: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     """Attention of each entry's queries to its page alone: o_EKQN, and log sum exp of the scores, lse_EKQ."""
     mask = view.mask_E1SP
@@ -142,14 +146,32 @@ def page_attention(
     if queries != mask.shape[2]:
         mask = mask[:, :, :, None].expand(-1, -1, -1, queries // mask.shape[2], -1).flatten(2, 3)
     many = q_EKQN.shape[0] * q_EKQN.shape[1] > FEW  # for fewer products the fused kernel's preparations cost more
-    if many and q_EKQN.device.type == "cpu" and k_EKPN.shape[-1] == v_EKPN.shape[-1]:
+    if many and not softcap and q_EKQN.device.type == "cpu" and k_EKPN.shape[-1] == v_EKPN.shape[-1]:
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q_EKQN, k_EKPN, v_EKPN, 0.0, False, attn_mask=mask, scale=scale
         )
     wide = torch.promote_types(q_EKQN.dtype, torch.float32)
-    scores = (q_EKQN @ k_EKPN.transpose(-1, -2)).to(wide) * (scale or q_EKQN.shape[-1] ** -0.5) + mask
+    scores = (q_EKQN @ k_EKPN.transpose(-1, -2)).to(wide) * (scale or q_EKQN.shape[-1] ** -0.5)
+    scores = capped(scores, softcap) + mask
     lse = scores.logsumexp(-1)
     return (scores - lse[..., None]).exp().nan_to_num().to(v_EKPN.dtype) @ v_EKPN, lse
+
+
+def bounded_attention(
+    q_BHSN: Tensor, k_BKTN: Tensor, v_BKTN: Tensor, mask_ST: Tensor | None, scale: float | None, softcap: float
+) -> Tensor:
+    """o_BHSN where scores have a bound, which fused kernels cannot give them; queries come in slices."""
+    s, t, parts = q_BHSN.shape[2], k_BKTN.shape[2], []
+    wide = torch.promote_types(q_BHSN.dtype, torch.float32)
+    if mask_ST is None:
+        mask_ST = torch.ones(s, t, dtype=torch.bool, device=q_BHSN.device).tril()
+    q_BKGSN = q_BHSN.unflatten(1, (k_BKTN.shape[1], -1)) * (scale or q_BHSN.shape[-1] ** -0.5)
+    for start in range(0, s, EXPLICIT_QUERIES):
+        part = slice(start, start + EXPLICIT_QUERIES)
+        scores = capped((q_BKGSN[:, :, :, part] @ k_BKTN[:, :, None].transpose(-1, -2)).to(wide), softcap)
+        p = torch.softmax(scores.masked_fill(~mask_ST[part], -torch.inf), -1)
+        parts.append((p.to(v_BKTN.dtype) @ v_BKTN[:, :, None]).flatten(1, 2))
+    return torch.cat(parts, 2)
 
 
 def combine(o_EKQN: Tensor, lse_EKQ: Tensor, view: ByPage, groups: int) -> Tensor:

@@ -17,7 +17,7 @@ from torch.nn.functional import layer_norm, linear, rms_norm, silu
 
 from isotron.core.nn.dropout import Dropout
 from isotron.core.nn.linear import Linear
-from isotron.core.nn.mlp import GatedMLP
+from isotron.core.nn.mlp import GatedMLP, swiglu
 from isotron.core.nn.norm import LayerNorm, RMSNorm
 
 Forward = Callable[..., Tensor]
@@ -31,10 +31,14 @@ def _linear(layer: Linear) -> Forward | None:
 
 
 def _rms(layer: RMSNorm) -> Forward | None:
-    weight, eps = layer.weight, layer.eps
+    weight, eps, offset = layer.weight, layer.eps, layer.offset
     if weight.dtype in (torch.bfloat16, torch.float16):  # there the order of roundings is part of the function
         return None
+    if layer.across is not None:
+        return None
     shape = (weight.shape[0],)
+    if offset:
+        return lambda x: rms_norm(x, shape, weight + offset, eps)
     return lambda x: rms_norm(x, shape, weight, eps)
 
 
@@ -46,6 +50,8 @@ def _layer_norm(layer: LayerNorm) -> Forward | None:
 
 def _gated(layer: GatedMLP) -> Forward | None:
     up, down = layer.gate_up, layer.down
+    if layer.gated is not swiglu:
+        return None
 
     def forward(x: Tensor, pre: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         gate, value = up(x, pre).chunk(2, -1)

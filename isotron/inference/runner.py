@@ -145,7 +145,7 @@ class _Turns:
         self.make = runner.module._context
         self.model, self.begins = runner.model, runner.stretch_begins
         self.length = 0
-        self.tables: tuple[Tensor, Tensor] | None = None
+        self.tables: list[Tensor] = []  # cos and sin, and those of blocks with a window where they differ
         self.now: Context | None = None
 
     def take(self, now: Pass, batch: Batch) -> None:
@@ -153,15 +153,15 @@ class _Turns:
         longest = max(s.end for s in now.spans)
         if longest > self.length:
             self._grow(longest)
-        if self.tables is None:
+        if not self.tables:
             self.now = replace(self.make(batch, self.model.dtype), batch=batch)
             return
         at_T = now.positions_T
         if self.begins and any(s.long for s in now.spans):
             late = [s.long for s in now.spans for _ in range(s.count)]
             at_T = at_T + torch.tensor(late, device=at_T.device) * self.length
-        cos, sin = (table.index_select(0, at_T) for table in self.tables)
-        self.now = Context(batch, (cos, sin))
+        cos, sin, *local = (table.index_select(0, at_T) for table in self.tables)
+        self.now = Context(batch, (cos, sin), local_rope=(local[0], local[1]) if local else None)
 
     def _grow(self, longest: int) -> None:
         limit = self.model.config.max_position_embeddings or longest
@@ -169,19 +169,14 @@ class _Turns:
         ends = [self.length]
         if self.begins:  # the model's function takes the long frequencies as soon as one position is beyond the first
             ends = [min(self.begins, self.length), max(self.begins + 1, self.length)]
-        ropes = [self._angles(end) for end in ends]
-        if ropes[0] is None:
-            return
-        parts = [[_fitted(t, self.length) for t in rope] for rope in ropes if rope is not None]
-        self.tables = torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
+        parts = [[_fitted(t, self.length) for t in self._angles(end)] for end in ends]
+        self.tables = [torch.cat(tables) for tables in zip(*parts, strict=True)]
 
-    def _angles(self, end: int) -> tuple[Tensor, Tensor] | None:
-        """(cos, sin) of positions 0 .. end - 1, each [end, 1, 1, N/2], of a sequence of that length."""
+    def _angles(self, end: int) -> list[Tensor]:
+        """(cos, sin) of positions 0 .. end - 1, each [end, 1, 1, N/2], of a sequence of that length; none without."""
         positions = torch.arange(end, device=self.model.device)[None]
         context = self.make(Batch(positions, positions, positions, positions, positions[0, :1]), self.model.dtype)
-        if context.rope is None:
-            return None
-        return tuple(t[0][:, None] for t in context.rope)  # type: ignore[return-value]
+        return [t[0][:, None] for rope in (context.rope, context.local_rope) if rope is not None for t in rope]
 
     def __call__(self, batch: Batch, dtype: torch.dtype) -> Context:
         if self.now is None:

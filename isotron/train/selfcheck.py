@@ -76,6 +76,7 @@ def scaled_model(config: RunConfig, layout: Layout) -> Any:
         "num_key_value_heads": kv,
         "head_dim": 8 if decoupled else 0,
         "sliding_window": SEQUENCE // 3 if getattr(model, "sliding_window", 0) else 0,
+        "window_attn_skip_freq": min(getattr(model, "window_attn_skip_freq", 0), 2),
         "first_window_layer": int(getattr(model, "first_window_layer", 0) > 0),
     }
     sizes |= scaled_experts(model, sizes["num_layers"], layout.tp)

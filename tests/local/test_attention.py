@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from isotron.core.batch import Batch
+from isotron.core.errors import Refused
 from isotron.core.nn.attention import Attention, Causal
 from isotron.core.nn.context import Context
 from isotron.core.nn.dropout import Dropout
@@ -95,3 +96,27 @@ def test_the_future_is_not_seen() -> None:
     x = numbers(B, S, D)
     (dx,) = torch.autograd.grad(made(x, context(False))[:, 2].sum(), x)
     assert dx[:, :3].any() and not dx[:, 3:].any()
+
+
+def test_bounded_scores_and_their_gradients() -> None:
+    ctx, cap = context(True), 0.4
+    core, q, k, v = (
+        Causal(Dropout(0.0, "d"), softcap=cap),
+        numbers(B, H, S, N),
+        numbers(B, K, S, N),
+        numbers(B, K, S, N),
+    )
+    wide_k, wide_v = (x.repeat_interleave(H // K, 1) for x in (k, v))
+    docs = ctx.batch.doc_ids
+    assert docs is not None
+    seen = (docs[:, :, None] == docs[:, None]).tril()[:, None]
+    scores = torch.tanh(q @ wide_k.transpose(-1, -2) / math.sqrt(N) / cap) * cap
+    plain = torch.softmax(scores.masked_fill(~seen, -torch.inf), -1) @ wide_v
+    ours = core(q, k, v, ctx)
+    assert torch.allclose(ours, plain, rtol=1e-10)
+    for a, b in zip(torch.autograd.grad(ours.sin().sum(), (q, k, v)), torch.autograd.grad(plain.sin().sum(), (q, k, v)),
+                    strict=True):  # fmt: skip
+        assert torch.allclose(a, b, rtol=1e-9, atol=1e-12)
+    core.backend = "flash"
+    with pytest.raises(Refused, match=r"no bound on scores, and this model has 0.4(.|\n)*--attention-backend auto"):
+        core(q, k, v, ctx)

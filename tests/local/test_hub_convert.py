@@ -38,6 +38,11 @@ def same_tensors(a: Path, b: Path) -> None:
     assert all(torch.equal(one[n].view(torch.uint8), two[n].view(torch.uint8)) for n in one)
 
 
+def without_type(given: dict[str, Any]) -> dict[str, Any]:
+    """Rotary parameters without the older spelling of their kind."""
+    return {k: without_type(v) if isinstance(v, dict) else v for k, v in given.items() if k != "type"}
+
+
 def there_and_back(source: Path, scratch: Path, **options: Any) -> Path:
     convert(source, scratch / "ours", "isotron", run_meta, **options)
     convert(scratch / "ours", scratch / "theirs", "hf", run_meta, **options)
@@ -56,7 +61,7 @@ def test_there_and_back(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     assert open_folder(tmp_path / "source").model == open_folder(back).model
     theirs = [transformers.AutoConfig.from_pretrained(d).to_dict() for d in (tmp_path / "source", back)]
     for config in theirs:
-        config["rope_parameters"] = {k: v for k, v in (config.get("rope_parameters") or {}).items() if k != "type"}
+        config["rope_parameters"] = without_type(config.get("rope_parameters") or {})
     assert {k: v for k, v in theirs[1].items() if k in theirs[0] and k != "_name_or_path"} == {
         k: v for k, v in theirs[0].items() if k != "_name_or_path"
     }
@@ -143,6 +148,24 @@ def test_everything_that_is_not_understood_is_said_at_once(tmp_path: Path) -> No
         open_folder(edit(tmp_path / "m", {**dict.fromkeys(strange), "rope_parameters": {"rope_type": "spiral"}}))
     with pytest.raises(Refused, match="model_type 'bloom'"):
         open_folder(edit(tmp_path / "m", {"model_type": "bloom"}))
+
+
+def test_patterns_of_windows_and_rotations_that_isotron_has_not(tmp_path: Path) -> None:
+    save("gemma3", tmp_path / "m")
+    kinds = ["sliding_attention", "full_attention", "full_attention"]
+    with pytest.raises(Refused, match="full_attention in every n-th of 3 blocks"):
+        open_folder(edit(tmp_path / "m", {"layer_types": kinds}))
+    rope = {"full_attention": {"rope_theta": 5e4}, "sliding_attention": {"rope_type": "yarn"}, "other": {}}
+    with pytest.raises(Refused) as refused:
+        open_folder(edit(tmp_path / "m", {"layer_types": None, "rope_parameters": rope, "attn_logit_softcapping": 9.0}))
+    for part in ("isotron has no stretch there", "full_attention and sliding_attention", "attn_logit_softcapping"):
+        assert part in str(refused.value)
+    # as it was published: no list of kinds, no flag of a tie, older names
+    old = {"rope_parameters": None, "rope_theta": 5e4, "rope_local_base_freq": 500, "sliding_window_pattern": 3,
+           "attn_logit_softcapping": None, "tie_word_embeddings": None, "cache_implementation": "hybrid"}  # fmt: skip
+    model = open_folder(edit(tmp_path / "m", old)).model
+    assert (model.rope_theta, model.rope_local_theta, model.window_attn_skip_freq) == (5e4, 500.0, 3)
+    assert model.tie_embeddings and [model.window(i) for i in range(3)] == [17, 17, 0]
 
 
 def test_tensors_that_do_not_fit_are_said_at_once(tmp_path: Path) -> None:

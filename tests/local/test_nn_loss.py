@@ -59,9 +59,10 @@ def test_value_and_gradients(sink: bool) -> None:
     assert not sink or h.weight.grad is None
 
 
-def test_gradcheck() -> None:
+@pytest.mark.parametrize("cap", [0.0, 1.5])
+def test_gradcheck(cap: float) -> None:
     h = head()
-    check = lambda x, w: loss._LinearCrossEntropy.apply(x, w, LABELS, MASK, 1.0, V, None, None)  # noqa: E731
+    check = lambda x, w: loss._LinearCrossEntropy.apply(x, w, LABELS, MASK, 1.0, V, None, None, cap)  # noqa: E731
     assert torch.autograd.gradcheck(check, (hidden(), h.weight))
 
 

@@ -104,7 +104,10 @@ def test_every_problem_is_reported_together():
         ("--bf16=true", "--bf16 takes no value"),
         ("--no-hidden-size", "there is no such option"),
         ("--activation gelu_tanh", "only families gpt, neox have activation"),
-        ("--family gpt --rope-theta 5", "only families llama, mistral, neox, phi3, qwen2, qwen3 have rope_theta"),
+        (
+            "--family gpt --rope-theta 5",
+            "only families gemma2, gemma3, llama, mistral, neox, olmo2, phi3, qwen2, qwen3 have rope_theta",
+        ),
         ("--preset gpt2 --family llama", "preset gpt2 is of family gpt"),
         ("--split", "the value is missing"),
     ],

@@ -12,9 +12,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from isotron.core.models.gemma2_config import Gemma2Config
+from isotron.core.models.gemma3_config import Gemma3Config
 from isotron.core.models.llama_config import LlamaConfig
 from isotron.core.models.mistral_config import MistralConfig
 from isotron.core.models.neox_config import NeoXConfig
+from isotron.core.models.olmo2_config import Olmo2Config
 from isotron.core.models.phi3_config import Phi3Config
 from isotron.core.models.qwen2_config import Qwen2Config
 from isotron.core.models.qwen3_config import Qwen3Config
@@ -26,7 +29,7 @@ from tests.hub_bodies import LAYOUTS, PROMPTS, case_of, exported, generated
 
 transformers = pytest.importorskip("transformers")
 WORLD = {"TP2": 2, "PP2": 2, "TP2xPP2": 4, "TP4": 4}
-ONE_EACH = ("llama", "llama-tied", "mistral", "qwen2", "qwen3", "phi3", "gpt2", "neox")
+ONE_EACH = ("llama", "llama-tied", "mistral", "qwen2", "qwen3", "phi3", "gpt2", "neox", "gemma2", "gemma3", "olmo2")
 
 
 @pytest.fixture(scope="module")
@@ -92,6 +95,11 @@ MODELS: dict[str, Any] = {
     "qwen3": Qwen3Config(5, 32, 8, 2, 12, 48, 131, 64, hidden_dropout=0.1),
     "phi3": Phi3Config(3, 32, 4, 2, 16, 48, 131, 64, rope_scaling="longrope", rope_percent=0.5,
                        rope_original_positions=12, rope_short_factor=(1.0,) * 4, rope_long_factor=(1.0, 2.0, 3.0, 4.0)),
+    "gemma2": Gemma2Config(5, 32, 8, 2, 12, 48, 131, 64, sliding_window=7, attn_logit_softcapping=2.0,
+                           final_logit_softcapping=1.0, tie_embeddings=True, attention_dropout=0.1),
+    "gemma3": Gemma3Config(5, 32, 4, 2, 12, 48, 131, 64, sliding_window=7, window_attn_skip_freq=3,
+                           query_pre_attn_scalar=20, rope_scaling="linear", **ROPE),
+    "olmo2": Olmo2Config(5, 32, 8, 2, 12, 48, 131, 64, hidden_dropout=0.1),
     "neox": NeoXConfig(5, 32, 4, 48, 131, 64, rope_percent=0.5, hidden_dropout=0.1),
     "neox-serial": NeoXConfig(3, 32, 4, 48, 131, 64, parallel_residual=False),
 }  # fmt: skip
@@ -109,8 +117,17 @@ def reference(case: Case) -> Measured:
     return measure(alone)
 
 
-@pytest.mark.parametrize("layout", MATRIX)
-@pytest.mark.parametrize("name", MODELS)
+def choices() -> list[Any]:
+    """Every model with the widest split and one layout more; the rest are slow."""
+    found, layouts = [], list(MATRIX)
+    for i, name in enumerate(MODELS):
+        for layout in layouts:
+            often = layout in (layouts[-1], layouts[i % (len(layouts) - 1)])
+            found.append(pytest.param(name, layout, marks=() if often else pytest.mark.slow))
+    return found
+
+
+@pytest.mark.parametrize(("name", "layout"), choices())
 def test_matrix(ranks: Any, name: str, layout: str) -> None:
     case = case_of(MODELS[name], MATRIX[layout])
     found = ranks(case.layout.world, measure, case, timeout=120)[0]

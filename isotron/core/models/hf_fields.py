@@ -130,10 +130,10 @@ def read_rope(fields: Fields, longest: int, theta: str = "rope_theta", percent: 
         kind = "default"
     found: dict[str, Any] = {"rope_scaling": _TYPES[kind]}
     found["rope_theta"] = float(
-        _agreed(fields, "rope_theta", given, fields.take(theta, None, "rope_theta"), default_theta)
+        agreed(fields, "rope_theta", given, fields.take(theta, None, "rope_theta"), default_theta)
     )
     found["rope_percent"] = float(
-        _agreed(
+        agreed(
             fields, "partial_rotary_factor", given, fields.take(percent, None, "partial_rotary_factor"), default_percent
         )
     )
@@ -158,7 +158,7 @@ def read_rope(fields: Fields, longest: int, theta: str = "rope_theta", percent: 
     return found
 
 
-def _agreed(fields: Fields, key: str, given: Mapping[str, Any], beside: Any, default: Any) -> Any:
+def agreed(fields: Fields, key: str, given: Mapping[str, Any], beside: Any, default: Any) -> Any:
     """A value that may stand in two places; two values that differ are refused."""
     inside = given.get(key)
     if inside is not None and beside is not None and inside != beside:

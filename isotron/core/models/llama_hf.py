@@ -37,9 +37,10 @@ def write_config(cfg: LlamaConfig) -> dict[str, Any]:
 
 def read_sizes(fields: Fields, kv_heads: int = 0, head_dim: int = 0, ffn: int = 11008, layers: int = 32,
                vocab: int = 32000, longest: int = 2048, epsilon: float = 1e-6, width: int = 4096,
-               heads: int = 32, theta: float = 10000.0) -> dict[str, Any]:  # fmt: skip
+               heads: int = 32, theta: float = 10000.0, activation: str = "silu",
+               tied: bool = False) -> dict[str, Any]:  # fmt: skip
     """Sizes, rotation and ties; the keywords are the library's defaults for fields that a file leaves out."""
-    fields.need("hidden_act", "silu")
+    fields.need("hidden_act", activation)
     d, h = fields.take("hidden_size", width), fields.take("num_attention_heads", heads)
     positions = fields.take("max_position_embeddings", longest)
     size = fields.take("head_dim", head_dim or d // h)
@@ -55,7 +56,7 @@ def read_sizes(fields: Fields, kv_heads: int = 0, head_dim: int = 0, ffn: int = 
         "vocab_size": fields.take("vocab_size", vocab),
         "max_position_embeddings": positions,
         "norm_epsilon": float(fields.take("rms_norm_eps", epsilon)),
-        "tie_embeddings": fields.take("tie_word_embeddings", False),
+        "tie_embeddings": fields.take("tie_word_embeddings", tied),
         "attention_dropout": float(fields.take("attention_dropout", 0.0)),
         "init_method_std": float(fields.take("initializer_range", 0.02)),
         **read_rope(fields, positions, default_theta=theta),

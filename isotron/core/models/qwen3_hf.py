@@ -8,6 +8,7 @@ from typing import Any
 from isotron.core.models import llama_hf
 from isotron.core.models.hf_fields import Fields
 from isotron.core.models.hf_names import Mapped, same
+from isotron.core.models.llama_config import LlamaConfig
 from isotron.core.models.qwen2_hf import read_window, write_window
 from isotron.core.models.qwen3_config import Qwen3Config
 
@@ -37,7 +38,7 @@ def tensors(cfg: Qwen3Config) -> list[Mapped]:
     return [*llama_hf.tensors(cfg), *gains(cfg)]
 
 
-def gains(cfg: Qwen3Config) -> list[Mapped]:
+def gains(cfg: LlamaConfig) -> list[Mapped]:
     """The norms on heads of queries and keys."""
     return [
         same(f"layers.{i}.attention.{x}_norm.weight", f"model.layers.{i}.self_attn.{x}_norm.weight", cfg.head_size)

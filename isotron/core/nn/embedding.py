@@ -43,18 +43,20 @@ class _Lookup(torch.autograd.Function):
 
 
 class Embedding(nn.Module):
-    """W_VD[ids]."""
+    """scale * W_VD[ids]; the scale is rounded to the type of the weights first."""
 
-    def __init__(self, rows: int, size: int) -> None:
+    def __init__(self, rows: int, size: int, scale: float = 1.0) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(rows, size))
+        self.scale = scale
         self.first = 0
         self.real = rows
         self.leave: Socket | None = None
 
     def forward(self, ids_BS: Tensor) -> Tensor:
         """[B, S, D], or the local part of S."""
-        return _Lookup.apply(ids_BS, self.weight, self.first, self.real, self.leave)
+        x = _Lookup.apply(ids_BS, self.weight, self.first, self.real, self.leave)
+        return x if self.scale == 1.0 else x * float(torch.tensor(self.scale, dtype=x.dtype))
 
 
 class Positions(nn.Module):

@@ -93,7 +93,16 @@ def _loss_gradient(logits: Tensor, labels: Tensor, row: Tensor | None, vocab: Vo
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, w: Tensor, labels: Tensor, mask: Tensor, weight: float, real: int, enter: Any, vocab: Any
+        ctx: Any,
+        x: Tensor,
+        w: Tensor,
+        labels: Tensor,
+        mask: Tensor,
+        weight: float,
+        real: int,
+        enter: Any,
+        vocab: Any,
+        softcap: float,
     ) -> Tensor:
         need_x, need_w = ctx.needs_input_grad[:2]
         full = x if enter is None else enter.forward(x).wait()
@@ -113,7 +122,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
             part = slice(start, start + step)
             rows, row = flat[part], m[part].to(total.dtype)[:, None]
             logits = torch.mm(rows, w[:real].t(), out=buffer[: len(rows)])
+            slope = _cap(logits, softcap) if softcap else None
             losses = _loss_gradient(logits, y[part], row * scale if inside else None, vocab)
+            if slope is not None:
+                logits.mul_(slope)
             total += torch.where(m[part] != 0, losses * m[part], 0).sum()
             if dx is not None:
                 torch.mm(logits, w[:real], out=dx[part])
@@ -146,7 +158,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if dx is not None:
             dx = dx * (dy / ctx.scale).to(dx.dtype) if ctx.scale else dx
             dx = dx if ctx.enter is None else ctx.enter.backward(dx).wait()
-        return dx, None if dw is None else dw * dy.to(dw.dtype), *(None,) * 6
+        return dx, None if dw is None else dw * dy.to(dw.dtype), *(None,) * 7
 
 
 def _deliver(sink: GradSink, kept: tuple[Tensor, Tensor, int, float] | None) -> None:
@@ -161,6 +173,14 @@ def _deliver(sink: GradSink, kept: tuple[Tensor, Tensor, int, float] | None) -> 
         form()
     else:
         sink.later.append(form)
+
+
+def _cap(logits: Tensor, softcap: float) -> Tensor:
+    """Bounds logits_CV in place: softcap x tanh(logit / softcap). The derivative of that, [C, V]."""
+    torch.tanh(logits.div_(softcap), out=logits)
+    slope = 1 - logits.square()
+    logits.mul_(softcap)
+    return slope
 
 
 class _Accumulator:
@@ -189,21 +209,26 @@ class _Accumulator:
 
 
 class Head(nn.Module):
-    """Output layer W_VD with its loss. Sockets: `enter` for x, `vocab` for the split vocabulary."""
+    """Output layer W_VD with its loss. Sockets: `enter` for x, `vocab` for the split vocabulary.
 
-    def __init__(self, hidden: int, rows: int) -> None:
+    `softcap` above 0: logits are softcap x tanh(logit / softcap). Source: Gemma team 2024 (Gemma 2), section 2.
+    """
+
+    def __init__(self, hidden: int, rows: int, softcap: float = 0.0) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(rows, hidden))
-        self.real = rows
+        self.real, self.softcap = rows, softcap
         self.enter: Socket | None = None
         self.vocab: Vocab | None = None
 
     def forward(self, x_BSD: Tensor, labels_BS: Tensor, mask_BS: Tensor, weight: float = 1.0) -> Tensor:
         """Sum over tokens of mask x cross-entropy. `weight` is the factor with which backward will be called."""
         w = self.weight if torch.is_grad_enabled() else self.weight.detach()  # no gradients are formed in evaluation
-        return _LinearCrossEntropy.apply(x_BSD, w, labels_BS, mask_BS, weight, self.real, self.enter, self.vocab)
+        sockets = self.enter, self.vocab
+        return _LinearCrossEntropy.apply(x_BSD, w, labels_BS, mask_BS, weight, self.real, *sockets, self.softcap)
 
     def logits(self, x_BSD: Tensor) -> Tensor:
         """[B, S, real rows held here]."""
         full = x_BSD if self.enter is None else self.enter.forward(x_BSD).wait()
-        return nn.functional.linear(full, self.weight[: self.real])
+        logits = nn.functional.linear(full, self.weight[: self.real])
+        return torch.tanh(logits / self.softcap) * self.softcap if self.softcap else logits

@@ -28,6 +28,7 @@ from isotron.core.nn.embedding import Embedding, Positions
 from isotron.core.nn.linear import Linear
 from isotron.core.nn.loss import Head
 from isotron.core.nn.mla import LatentAttention
+from isotron.core.nn.norm import RMSNorm
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,18 @@ class SplitVocab:
         return comm.all_gather(x[None], self.group, 0)
 
 
+@dataclass(frozen=True)
+class AcrossHeads:
+    """The socket of a norm over all heads."""
+
+    group: Group
+    replicas: int
+
+    def total(self, x: Tensor) -> Tensor:
+        """The sum of the ranks' x."""
+        return comm.all_reduce(x, self.group)
+
+
 def fill_sockets(module: nn.Module, placed: dict[str, Placed], group: Group, sequence_parallel: bool) -> None:
     """Give every layer of a stage the policies that its weight's placement asks for. `placed` is keyed by local
     name.
@@ -110,6 +123,8 @@ def fill_sockets(module: nn.Module, placed: dict[str, Placed], group: Group, seq
                 layer.enter = enter
             case Linear() if split == 1:
                 layer.leave = leave
+            case RMSNorm() if split == 0 and here is not None and split_up:
+                layer.across = AcrossHeads(group, here.shard.replicas[0][1])
             case Embedding() if split == 0:
                 layer.leave, (layer.first, layer.real) = leave, _held_rows(here)
             case Head() if split == 0:
