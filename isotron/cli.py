@@ -70,6 +70,12 @@ VERBS: dict[str, Verb] = {
         "isotron.commands.evaluate:run",
         "isotron.commands.evaluate:help_text",
     ),
+    "score": Verb(
+        "log-probability of every token, by the training forward and by the inference path",
+        'isotron score --load runs/first --text "Once upon a time" --json',
+        "isotron.commands.score:run",
+        "isotron.commands.score:help_text",
+    ),
     "convert": Verb(
         "a model from or to Hugging Face's format, streamed and checked",
         "isotron convert runs/first my_model --to hf",
@@ -121,7 +127,6 @@ VERBS: dict[str, Verb] = {
 }
 
 NOT_BUILT: dict[str, str] = {
-    "score": "isotron evaluate --task perplexity=texts.jsonl",
     "retrieval": "isotron train --family gpt",
 }
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from isotron.commands.score_rank import cached_logprobs
 from isotron.core.mesh import Mesh
 from isotron.core.parallel.model import ParallelModel
 from isotron.core.parallel.plan import Layout
@@ -102,3 +103,10 @@ def results(name: str, layout: dict[str, Any], directory: str) -> list[dict[str,
     return [
         evaluate(asked(p.name, p, stride=8, strict=True), scorer).as_json() for p in sorted(Path(directory).iterdir())
     ]
+
+
+def both_paths(name: str, layout: dict[str, Any], rows: list[list[int]]) -> list[list[float]]:
+    """Log-probabilities by the training forward, then by the cache, of all rows."""
+    model = make_model(name, **layout)
+    training = [s.logprobs for s in ModelScorer(model, 2)([Row(row, 1) for row in rows])]
+    return [*training, *cached_logprobs(model, rows, chunk=3, page=4)]

@@ -13,6 +13,7 @@ from isotron.config.argv import parse
 from isotron.config.catalogue import Option, catalogue
 from isotron.config.schema import RunConfig
 from isotron.core.errors import Problem, Refused
+from isotron.evaluate.examples import QUESTIONS
 from isotron.evaluate.tasks import HARNESS, TASKS, missing, read_tasks
 
 OWN = {
@@ -25,6 +26,8 @@ OWN = {
         Option("strict_lambada", "bool", False, "lambada asks for the whole last word, not the last token"),
         Option("json_keys", "strs", ("text",), "key of the text in JSON"),
         Option("limit", "int", 0, "examples of a task at most (documents, windows); 0 means all"),
+        Option("examples_to", "str", "", "write the examples of mnli, qqp or race to this prefix, to be trained on by "
+               "isotron finetune, and score nothing"),
         Option("harness_path", "str", "", "directory with further task files of lm-eval"),
     )
 }  # fmt: skip
@@ -46,7 +49,7 @@ def run(words: Sequence[str]) -> int:
     tasks: list[tuple[str, str]] = []
     try:
         tasks = read_tasks(values["task"], values["valid_data"])
-        problems += missing(tasks)
+        problems += [*missing(tasks), *_writable(tasks, values["examples_to"])]
     except Refused as refused:
         problems += refused.problems
     world = from_environment()
@@ -74,6 +77,14 @@ def _problems(values: dict[str, Any]) -> list[Problem]:
          "a pass takes one row or more", f"--micro-batch-size {ROWS}"),
     )  # fmt: skip
     return [Problem(asked, case, fix) for asked, fine, case, fix in rules if not fine]
+
+
+def _writable(tasks: Sequence[tuple[str, str]], prefix: str) -> list[Problem]:
+    if not prefix or (len(tasks) == 1 and tasks[0][0] in QUESTIONS):
+        return []
+    asked = f"--examples-to {prefix} --task {' '.join(f'{n}={p}' for n, p in tasks)}"
+    case = f"the examples of one task are written, of {', '.join(QUESTIONS)}"
+    return [Problem(asked, case, f"--examples-to {prefix} --task mnli=train.tsv")]
 
 
 def _window(config: RunConfig, given: bool) -> list[Problem]:

@@ -6,12 +6,14 @@ import os
 import sys
 from collections.abc import Sequence
 from datetime import datetime
+from typing import Any
 
 from isotron.commands.run_options import JSON, device_count, prepare, run_help, show_config
 from isotron.config.catalogue import Option
 from isotron.config.schema import RunConfig, changed
 from isotron.core.errors import Refused, refuse
 from isotron.launch import World, from_environment, run_local
+from isotron.evaluate.tasks import problems_of
 from isotron.planner.advice import warnings
 from isotron.planner.fit import available_memory, memory_problem, out_of_memory
 from isotron.planner.job import Job
@@ -32,6 +34,9 @@ def run(words: Sequence[str]) -> int:
     if world is None or world.rank == 0:
         for note in prepared.notes:
             print(f"note: {note}", file=sys.stderr)
+    problems = problems_of(prepared.config.train.eval_tasks)
+    if problems:
+        raise Refused(problems)
         for text in advice(prepared.config, device_count(prepared.config.train.device), world):
             print(f"warning: {text}", file=sys.stderr)
     if prepared.flags.get("print_config"):
@@ -53,7 +58,7 @@ def on_rank(config: RunConfig, directory: str) -> int:
     from isotron.train.main import main
 
     try:
-        return main(config, directory)
+        return main(config, directory, tasks_of(config))
     except (RuntimeError, MemoryError) as error:
         refused = out_of_memory(config, error)
         if refused is None:
@@ -65,6 +70,15 @@ def on_rank(config: RunConfig, directory: str) -> int:
 
 def check_memory(config: RunConfig, world: World | None) -> None:
     """Refuse a run whose state and activations are larger than the memory that is free, on the CPU or on a device."""
+
+
+def tasks_of(config: RunConfig) -> Any:
+    """What makes the tasks of each evaluation; None where the run has none."""
+    if not config.train.eval_tasks:
+        return None
+    from isotron.evaluate.during import during
+
+    return during
     devices = device_count(config.train.device)
     processes = config.layout.world if world is None else world.local_size
     if devices:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from isotron.core.errors import Problem, refuse
+from isotron.core.errors import Problem, Refused, refuse
 from isotron.evaluate.choices import mnli, qqp, race
 from isotron.evaluate.lambada import lambada
 from isotron.evaluate.options import Asked
@@ -48,6 +48,18 @@ def missing(tasks: Sequence[tuple[str, str]], option: str = "--task") -> list[Pr
     """Paths of tasks where there is nothing."""
     absent = [(n, p) for n, p in tasks if n != HARNESS and not Path(p).expanduser().exists() and not existing_prefix(p)]
     return [Problem(f"{option} {n}={p}", "there is no such file or directory", f"{option} {n}=PATH") for n, p in absent]
+
+
+def problems_of(words: Sequence[str], option: str = "--eval-tasks") -> list[Problem]:
+    """What is wrong with the tasks of a training run."""
+    try:
+        tasks = read_tasks(words, option=option)
+    except Refused as refused:
+        return list(refused.problems)
+    outside = [path for name, path in tasks if name == HARNESS]
+    case = "the harness runs on checkpoints, not during training"
+    fix = f"isotron evaluate --task {HARNESS}=NAME"
+    return [*missing(tasks, option), *(Problem(f"{option} {HARNESS}={path}", case, fix) for path in outside)]
 
 
 def evaluate(how: Asked, logprobs: LogProbs) -> Result:

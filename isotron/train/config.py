@@ -22,6 +22,9 @@ class TrainConfig:
     train_iters: int = option(0, "steps to train", unit="steps")
     eval_interval: int = option(0, "steps between evaluations; 0 means only after the last step", unit="steps")
     eval_iters: int = option(10, "batches of global_batch_size per evaluation; 0 means no evaluation")
+    eval_tasks: tuple[str, ...] = option(
+        (), "NAME=PATH: tasks of isotron evaluate that each evaluation also runs, on the model as it is"
+    )
     seed: int = option(1234, "seed of weights, dropout and data order")
     dtype: str = option(
         "float32",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 import sys
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from datetime import datetime
 from typing import Any, TextIO
@@ -58,6 +59,11 @@ class Console:
             self.say(step_line(self._since, self._total, self._before))
             self._before = counted(self._since, self._before)
             self._since = []
+
+    def task(self, step: int, name: str, values: Mapping[str, float | None]) -> None:
+        """Prints what a task came to."""
+        numbers = " | ".join(f"{key}: {value:.6E}" for key, value in values.items() if value is not None)
+        self.say(f" {name} at iteration {step} | {numbers} | ")
 
     def evaluation(self, step: int, name: str, loss: float) -> None:
         """Prints the result of one evaluation."""

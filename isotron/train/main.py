@@ -7,7 +7,7 @@ down again, so it can be called repeatedly in one process; `run` does the same i
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -39,7 +39,7 @@ from isotron.train.faults import NEVER_SECONDS, PHASE_FACTOR, Deadline, FiniteGu
 from isotron.train.feed import end_of
 from isotron.train.injector import Injector
 from isotron.train.judge import Judge
-from isotron.train.loop import Run, train
+from isotron.train.loop import Measured, Run, train
 from isotron.train.metrics import FILE, Metrics
 from isotron.train.nextloss import Facts, NextLoss, read_expected
 from isotron.train.places import claim
@@ -48,13 +48,18 @@ from isotron.train.stacks import Stacks
 from isotron.train.state import GroupRanks, TrainState, find_checkpoint, load_state, state_bytes
 
 
-def main(config: RunConfig, run_dir: str) -> int:
-    """Train as `config` says, on this rank; returns the exit code. `run_dir`: of metrics, and of saves by default."""
+Tasks = Callable[[RunConfig, ParallelModel], Callable[[], Sequence[Measured]]]
+
+def main(config: RunConfig, run_dir: str, tasks: Tasks | None = None) -> int:
+    """Train as `config` says, on this rank; returns the exit code. `run_dir`: of metrics, and of saves by default.
+
+    `tasks` makes of config and model what each evaluation measures beside the loss.
+    """
     world = from_environment() or World()
     device = devices.resolve(config.train.device, world.local_rank)
     init_distributed(world, device, collective_timeout(config.train.stuck_after_s))
     try:
-        return run(config, run_dir, world)
+        return run(config, run_dir, world, tasks)
     except BaseException as error:
         stamp(error)
         raise
@@ -62,7 +67,7 @@ def main(config: RunConfig, run_dir: str) -> int:
         shutdown()
 
 
-def run(config: RunConfig, run_dir: str, world: World) -> int:
+def run(config: RunConfig, run_dir: str, world: World, tasks: Tasks | None = None) -> int:
     """`main` in a default process group that exists already and stays; so do the groups made for the layout's axes."""
     device = devices.resolve(config.train.device, world.local_rank)
     # before all else: a signal while the run is built stops it after its first step, and building may hang too
@@ -70,6 +75,8 @@ def run(config: RunConfig, run_dir: str, world: World) -> int:
         with watchdog.phase("start"):
             ready = _prepare(config, Path(run_dir), world, device, stop, watchdog, stack)
         return train(ready)
+            if tasks is not None:
+                ready.tasks = tasks(ready.state.config, ready.state.model)
 
 
 def collective_timeout(stuck_after_s: float) -> float:

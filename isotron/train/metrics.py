@@ -110,6 +110,15 @@ class Metrics:
         self._track({"step": step, f"eval_loss/{name}": loss, f"eval_ppl/{name}": perplexity(loss)})
         self._console.evaluation(step, name, loss)
 
+    def task(self, step: int, found: Mapping[str, Any], seconds: float) -> None:
+        """What a task of isotron evaluate came to, `found` being its JSON; `seconds` since the tasks began."""
+        if self._file is None:
+            return
+        values = {name: numbers["value"] for name, numbers in found["metrics"].items()}
+        self._write({"step": step, **found, "eval_time_s": seconds})
+        self._track({"step": step, **{f"task/{found['task']}/{name}": value for name, value in values.items()}})
+        self._console.task(step, found["task"], values)
+
     def event(self, name: str, **fields: Any) -> None:
         """Something that happened, with the last step and the time of day unless `fields` say otherwise."""
         if self._file is not None:

@@ -110,7 +110,7 @@ def test_help_shows_sections_defaults_and_both_spellings(capsys):
     [
         (["trian"], ["there is no such verb", "isotron train"]),
         (["frobnicate"], ["there is no such verb", "preprocess"]),
-        (["score"], ["score is not built yet", "--valid-data-path"]),
+        (["retrieval"], ["retrieval is not built yet", "isotron train"]),
         (["serve", "--prot", "1"], ["--load not given", "--port"]),
         (["train", "--hiden-size", "3"], ["--hidden-size"]),
         (["doctor", "--jsn"], ["--json"]),

@@ -285,3 +285,27 @@ def test_the_command(tmp_path, capsys):
     said = capsys.readouterr().err
     assert said.count("asked:") == 4 and "32 positions" in said and "no such file" in said
     assert cli.main(["evaluate", "--load", str(step)]) == 2 and "without --task" in capsys.readouterr().err
+
+
+def test_fine_tune_and_score(tmp_path, capsys):
+    """A model learns which of two answers is right, from examples that were written for it."""
+    sizes = ["--hidden-size", "32", "--num-layers", "2", "--num-attention-heads", "2", "--seq-length", "64"]
+    usual = ["--lr", "1e-2", "--micro-batch-size", "4", "--no-tensorboard", "--eval-iters", "0", "--device", "cpu"]
+    begun = ["--mock-data", "--tokenizer-model", "assets/demo_tokenizer/tokenizer.json", "--train-iters", "1"]
+    step = tmp_path / "begun"
+    assert cli.main(["train", *sizes, *usual, *begun, "--save", str(step)]) == 0
+    capsys.readouterr()
+    head = "id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate"
+    lines = [f"{i}\t1\t2\tking {i}\tking {i if i % 2 else 'queen'}\t{i % 2}" for i in range(20)]
+    (tmp_path / "train.tsv").write_text("\n".join([head, *lines]))
+    task = ["--task", f"qqp={tmp_path / 'train.tsv'}", "--json"]
+    assert cli.main(["evaluate", "--load", str(step), *task, "--examples-to", str(tmp_path / "qqp")]) == 0
+    assert json.loads(capsys.readouterr().out)["examples"] == 20
+    words = ["finetune", "--load", str(step), "--data-path", str(tmp_path / "qqp"), "--save", str(tmp_path / "tuned")]
+    assert cli.main([*words, *usual, "--train-iters", "150", "--global-batch-size", "4", "--split", "100,0,0"]) == 0
+    capsys.readouterr()
+    assert cli.main(["evaluate", "--load", str(tmp_path / "tuned"), *task]) == 0
+    (found,) = json.loads(capsys.readouterr().out)["results"]
+    assert found["metrics"]["accuracy"]["value"] >= 0.9, (tmp_path / "tuned" / "metrics.jsonl").read_text()[-900:]
+    assert cli.main(["evaluate", "--load", str(step), "--task", "perplexity=x", "--examples-to", "y"]) == 2
+    assert "of one task are written" in capsys.readouterr().err

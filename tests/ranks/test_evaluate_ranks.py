@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from isotron import cli
-from tests.evaluation import results, scored, write
+from tests.evaluation import both_paths, results, scored, write
 from tests.generation import save_run
 
 LAYOUTS: dict[str, tuple[int, str, dict[str, Any]]] = {
@@ -63,3 +63,12 @@ def test_the_command_on_four_processes(tmp_path, capfd):
     (found,) = json.loads(capfd.readouterr().out)["results"]
     same_numbers(found["metrics"], right["metrics"])
     assert found["tokens"] == right["tokens"] == 8 + 3 + 29 + 5 + 6
+
+
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2}], ids=str)
+def test_both_paths_of_score_are_those_of_one_process(ranks, layout):
+    rows = [[130, *range(5, 25)], [7, 8], [60, 3, 3, 99]]
+    expected = both_paths("gpt", {}, rows)
+    for found in ranks(2, both_paths, "gpt", layout, rows):
+        for mine, right in zip(found, expected, strict=True):
+            assert mine == pytest.approx(right, abs=1e-9)
