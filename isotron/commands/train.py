@@ -12,8 +12,8 @@ from isotron.commands.run_options import JSON, device_count, prepare, run_help, 
 from isotron.config.catalogue import Option
 from isotron.config.schema import RunConfig, changed
 from isotron.core.errors import Refused, refuse
-from isotron.launch import World, from_environment, run_local
 from isotron.evaluate.tasks import problems_of
+from isotron.launch import World, from_environment, run_local
 from isotron.planner.advice import warnings
 from isotron.planner.fit import available_memory, memory_problem, out_of_memory
 from isotron.planner.job import Job
@@ -30,13 +30,13 @@ MAIN = "isotron.commands.train:on_rank"
 def run(words: Sequence[str]) -> int:
     """Train as the words say; returns the exit code."""
     prepared = prepare(words, OWN)
+    problems = problems_of(prepared.config.train.eval_tasks)
+    if problems:
+        raise Refused(problems)
     world = from_environment()
     if world is None or world.rank == 0:
         for note in prepared.notes:
             print(f"note: {note}", file=sys.stderr)
-    problems = problems_of(prepared.config.train.eval_tasks)
-    if problems:
-        raise Refused(problems)
         for text in advice(prepared.config, device_count(prepared.config.train.device), world):
             print(f"warning: {text}", file=sys.stderr)
     if prepared.flags.get("print_config"):
@@ -68,10 +68,6 @@ def on_rank(config: RunConfig, directory: str) -> int:
         raise refused from error
 
 
-def check_memory(config: RunConfig, world: World | None) -> None:
-    """Refuse a run whose state and activations are larger than the memory that is free, on the CPU or on a device."""
-
-
 def tasks_of(config: RunConfig) -> Any:
     """What makes the tasks of each evaluation; None where the run has none."""
     if not config.train.eval_tasks:
@@ -79,6 +75,10 @@ def tasks_of(config: RunConfig) -> Any:
     from isotron.evaluate.during import during
 
     return during
+
+
+def check_memory(config: RunConfig, world: World | None) -> None:
+    """Refuse a run whose state and activations are larger than the memory that is free, on the CPU or on a device."""
     devices = device_count(config.train.device)
     processes = config.layout.world if world is None else world.local_size
     if devices:

@@ -50,6 +50,7 @@ from isotron.train.state import GroupRanks, TrainState, find_checkpoint, load_st
 
 Tasks = Callable[[RunConfig, ParallelModel], Callable[[], Sequence[Measured]]]
 
+
 def main(config: RunConfig, run_dir: str, tasks: Tasks | None = None) -> int:
     """Train as `config` says, on this rank; returns the exit code. `run_dir`: of metrics, and of saves by default.
 
@@ -74,9 +75,9 @@ def run(config: RunConfig, run_dir: str, world: World, tasks: Tasks | None = Non
     with StopSignal(device) as stop, Watchdog(config.train.stuck_after_s, world.rank) as watchdog, ExitStack() as stack:
         with watchdog.phase("start"):
             ready = _prepare(config, Path(run_dir), world, device, stop, watchdog, stack)
-        return train(ready)
             if tasks is not None:
                 ready.tasks = tasks(ready.state.config, ready.state.model)
+        return train(ready)
 
 
 def collective_timeout(stuck_after_s: float) -> float:
