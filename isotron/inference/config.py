@@ -149,7 +149,8 @@ def inference_layout(layout: Layout) -> Layout:
     """The layout for generation: tp, pp and padding as given, and nothing that only training needs.
 
     A generation has one token per step and no backward: sequence parallelism, recompute, schedules, chunks and
-    data-parallel replicas have no place in it, and layers are dealt evenly.
+    data-parallel replicas have no place in it, and layers are dealt evenly. The few tokens of a pass are at hand on all
+    tensor-parallel ranks, so experts are not sent any.
     """
     return replace(
         layout,
@@ -157,6 +158,7 @@ def inference_layout(layout: Layout) -> Layout:
         vpp=1,
         sequence_parallel=False,
         zero=0,
+        moe_token_dispatcher_type="allgather",
         schedule="auto",
         schedule_memory=0.0,
         microbatch_group=0,

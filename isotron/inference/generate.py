@@ -62,7 +62,7 @@ def main(config: RunConfig, options: Mapping[str, Any]) -> int:
     device = devices.resolve(config.train.device, world.local_rank)
     init_distributed(world, device)
     try:
-        mesh = Mesh(world.rank, tp=config.layout.tp, pp=config.layout.pp)
+        mesh = Mesh(world.rank, **config.layout.axes)
         step = find_step(config.checkpoint.load, mesh.group(*AXES))
         engine = open_engine(config, step, mesh, device, engine_config(options), options["draft"])
         origin = step if is_foreign(step) else step / ORIGIN
@@ -102,7 +102,7 @@ def open_engine(
     if draft:
         found = find_step(draft, mesh.group(*AXES), "--draft")
         base = config_of(found)
-        same = {"tp": config.layout.tp, "pp": config.layout.pp, "dp": 1, "dtype": config.train.dtype}
+        same = {"tp": config.layout.tp, "pp": config.layout.pp, "dp": 1, "dtype": config.train.dtype, "ep": 1, "etp": 0}
         base = changed(base, **same, sequence_parallel=False)
         base = changed(base, **_layout_leaves(base))
         smaller = loaded_model(with_sizes(base, tokenizer), found, mesh, device)

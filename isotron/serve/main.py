@@ -43,7 +43,7 @@ def main(config: RunConfig, options: Mapping[str, Any]) -> int:
     device = devices.resolve(config.train.device, world.local_rank)
     init_distributed(world, device)
     try:
-        mesh = Mesh(world.rank, tp=config.layout.tp, pp=config.layout.pp)
+        mesh = Mesh(world.rank, **config.layout.axes)
         step = find_step(config.checkpoint.load, mesh.group(*AXES))
         engine = open_engine(config, step, mesh, device, engine_config(options), options["draft"])
         tokens = options["cache_tokens"] or default_cache(engine)

@@ -7,7 +7,7 @@ from typing import Any
 from isotron.core.nn.moe_config import MoEConfig, pattern_text
 
 
-def scaled_experts(model: Any, layers: int, tp: int) -> dict[str, Any]:
+def scaled_experts(model: Any, layers: int, tp: int, ep: int = 1) -> dict[str, Any]:
     """Fields of the small model of `layers` blocks; empty for a model without experts.
 
     Groups, shared experts and blocks without experts stay where there are some.
@@ -15,7 +15,7 @@ def scaled_experts(model: Any, layers: int, tp: int) -> dict[str, Any]:
     if not isinstance(model, MoEConfig):
         return {}
     groups, chosen = min(model.moe_router_num_groups, 4), min(model.moe_router_group_topk, 2)
-    experts = 2 * groups or min(model.num_experts, 6)
+    experts = 2 * groups or min(model.num_experts, 6) // ep * ep
     mixed = len(model.moe_layers) < model.num_layers  # type: ignore[attr-defined]
     found = {
         "num_experts": experts,

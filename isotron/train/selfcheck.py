@@ -29,12 +29,15 @@ def scaled_layout(config: RunConfig) -> Layout:
     own = config.layout
     tp = 4 if own.tp > config.model.kv_heads else min(own.tp, 2)
     cp = min(own.cp, 4 if "a2a+p2p" in own.cp_comm_type else 2)
+    ep, etp = min(own.ep, 2), tp if own.expert_tp == own.tp else min(own.etp, 2)
     return replace(
         own,
         tp=tp,
         pp=min(own.pp, 2),
-        dp=min(max(own.dp, 1), 2),
+        dp=max(min(max(own.dp, 1), 2), -(-ep * etp // (tp * cp))),  # enough ranks for both views
         cp=cp,
+        ep=ep,
+        etp=etp if own.etp else 0,
         cp_comm_type=_types(own.cp_comm_type),
         hierarchical_cp_sizes=(2, cp // 2) if "a2a+p2p" in own.cp_comm_type and cp > 1 else (),
         max_seqlen_per_dp_cp_rank=SEQUENCE // (cp * min(max(own.dp, 1), 2)) if own.hybrid_context_parallel else 0,
@@ -79,7 +82,7 @@ def scaled_model(config: RunConfig, layout: Layout) -> Any:
         "window_attn_skip_freq": min(getattr(model, "window_attn_skip_freq", 0), 2),
         "first_window_layer": int(getattr(model, "first_window_layer", 0) > 0),
     }
-    sizes |= scaled_experts(model, sizes["num_layers"], layout.tp)
+    sizes |= scaled_experts(model, sizes["num_layers"], layout.tp, layout.ep)
     small = replace(model, **{k: v for k, v in sizes.items() if hasattr(model, k)})
     return with_rotation(small) if hasattr(small, "rope_percent") else small
 
@@ -162,6 +165,7 @@ def summarise(rows: list[Row]) -> dict[str, Row]:
 # option: the property that says its value with defaults filled in
 _AXES = {a: a for a in ("tp", "pp", "dp", "vpp", "sequence_parallel")}
 _AXES |= {"schedule": "schedule_name", "zero": "zero_stage", "recompute": "recompute"}
+_EXPERT_AXES = {"ep": "ep", "etp": "expert_tp"}
 _SIZES = {a: a for a in ("num_layers", "hidden_size", "num_attention_heads")}
 _SIZES |= {"num_key_value_heads": "kv_heads", "head_dim": "head_size", "ffn_hidden_size": "ffn"}
 _SIZES |= {"vocab_size": "vocab_size"}
@@ -171,7 +175,8 @@ def report(config: RunConfig, case: Case, rows: list[Row], summary: dict[str, Ro
     """The lines that are printed."""
     yours, tested = config.layout, case.layout
     lines = ["yours -> tested"]
-    lines += [f"  {n:<20} {_axis(yours, a)} -> {_axis(tested, a)}" for n, a in _AXES.items()]
+    axes = _AXES | (_EXPERT_AXES if yours.ep > 1 or yours.etp else {})
+    lines += [f"  {n:<20} {_axis(yours, a)} -> {_axis(tested, a)}" for n, a in axes.items()]
     lines += [
         f"  {n:<20} {getattr(config.model, a) or 'unknown'} -> {getattr(case.model, a)}" for n, a in _SIZES.items()
     ]

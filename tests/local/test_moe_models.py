@@ -174,3 +174,20 @@ def test_the_self_check_scales_experts_down(preset: str) -> None:
     assert (len(small.moe_layers) < small.num_layers) == (len(full.moe_layers) < full.num_layers)
     assert small.layout(136).rules
     assert not [p for p in broken(changed(run, tp=1, pp=1), Facts()) if "moe" in p.asked]
+
+
+@pytest.mark.parametrize(
+    ("yours", "tested"),
+    [
+        (Layout(tp=2, dp=8, ep=16, etp=1), (2, 2, 2, 1)),
+        (Layout(tp=1, dp=8, ep=4, etp=2), (1, 4, 2, 2)),
+        (Layout(tp=4, dp=2, ep=2), (2, 2, 2, 2)),
+        (Layout(tp=4, dp=3, ep=3, etp=4), (2, 2, 2, 2)),
+    ],
+)
+def test_the_self_check_keeps_the_expert_view(yours: Layout, tested: tuple[int, int, int, int]) -> None:
+    """(tp, dp, ep, etp) of the layout that is run; its ranks hold both views, and its experts divide."""
+    case = scaled_case(RunConfig(model=PRESETS["mixtral-8x7b"], layout=yours))
+    cut = case.layout
+    assert (cut.tp, cut.dp, cut.ep, cut.expert_tp) == tested
+    assert cut.tp * cut.data_ranks % (cut.expert_tp * cut.ep) == 0 and case.model.num_experts % cut.ep == 0
