@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
 
+from isotron.commands import dry_run
 from isotron.commands.run_options import JSON, device_count, prepare, run_help, show_config
 from isotron.config.catalogue import Option
 from isotron.config.schema import RunConfig, changed
@@ -22,6 +23,7 @@ OWN = {
     "build_index": Option(
         "build_index", "bool", False, "only build the indexes of the data, for a run that starts later"
     ),
+    **dry_run.OPTIONS,
     **JSON,
 }
 MAIN = "isotron.commands.train:on_rank"
@@ -29,6 +31,8 @@ MAIN = "isotron.commands.train:on_rank"
 
 def run(words: Sequence[str]) -> int:
     """Train as the words say; returns the exit code."""
+    if dry_run.is_meant(words):
+        return dry_run.run(words, OWN)
     prepared = prepare(words, OWN)
     problems = problems_of(prepared.config.train.eval_tasks)
     if problems:

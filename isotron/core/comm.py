@@ -108,12 +108,12 @@ def all_gather(x: Tensor, group: Group, dim: int) -> Tensor:
     return start_all_gather(x, group, dim).wait()
 
 
-def _sum_parts(parts: Tensor, out: Tensor | None = None) -> Tensor:
+def _sum_parts(parts: Tensor) -> Tensor:
     """Sum over dimension 0 in rank order, in float32 for 16-bit types."""
     wide = torch.promote_types(parts.dtype, torch.float32)
-    total = parts[0].to(wide) if out is None or out.dtype != wide else out.copy_(parts[0])
+    total, own = parts[0].to(wide), parts.dtype != wide  # whether it is no view of what was received
     for part in parts[1:]:
-        total = total.add_(part) if total.data_ptr() != parts.data_ptr() else total + part
+        total, own = (total.add_(part) if own else total + part), True
     return total.to(parts.dtype)
 
 

@@ -21,6 +21,12 @@ WORLDS = {
     "llama3-8b.toml": (64, 8, 16),
     "gpt-175b.toml": (1024, 8, 8),
     "mixtral-8x7b.toml": (128, 8, 4),
+    "llama3-70b.toml": (512, 8, 16),
+    "llama3-405b.toml": (8192, 8, 64),
+    "deepseek-v3.toml": (2048, 8, 128),
+    "gpt-8.3b.toml": (64, 8, 8),
+    "gpt-530b.toml": (2240, 8, 8),
+    "gpt-1t.toml": (3072, 8, 6),
 }
 
 

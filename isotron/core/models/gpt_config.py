@@ -86,5 +86,8 @@ PRESETS: dict[str, GPTConfig] = {
     "gpt2-medium": GPTConfig(24, 1024, 16, vocab_size=50257, max_position_embeddings=1024, activation="gelu_tanh"),
     "gpt2-large": GPTConfig(36, 1280, 20, vocab_size=50257, max_position_embeddings=1024, activation="gelu_tanh"),
     "gpt2-xl": GPTConfig(48, 1600, 25, vocab_size=50257, max_position_embeddings=1024, activation="gelu_tanh"),
+    "megatron-8.3b": GPTConfig(72, 3072, 24, vocab_size=51200, max_position_embeddings=1024),
+    "mt-nlg-530b": GPTConfig(105, 20480, 128, vocab_size=51200, max_position_embeddings=2048),
+    "gpt-1t": GPTConfig(128, 25600, 160, vocab_size=51200, max_position_embeddings=2048),
     "gpt-175b": GPTConfig(96, 12288, 96, vocab_size=50257, max_position_embeddings=2048, activation="gelu_tanh"),
 }

@@ -81,6 +81,7 @@ PRESETS: dict[str, LlamaConfig] = {
     "llama2-70b": LlamaConfig(80, 8192, 64, 8, 0, 28672, 32000, 4096),
     "llama3-8b": LlamaConfig(32, 4096, 32, 8, 0, 14336, 128256, 8192, rope_theta=500000.0),
     "llama3-70b": LlamaConfig(80, 8192, 64, 8, 0, 28672, 128256, 8192, rope_theta=500000.0),
+    "llama3-405b": LlamaConfig(126, 16384, 128, 8, 0, 53248, 128256, 8192, rope_theta=500000.0),
     "llama3.1-8b": LlamaConfig(
         32, 4096, 32, 8, 0, 14336, 128256, 131072, rope_theta=500000.0, rope_scaling="llama3",
         rope_factor=8.0, rope_original_positions=8192,

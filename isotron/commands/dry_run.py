@@ -1,0 +1,77 @@
+"""`isotron train --dry-run`: one rank of a run of any size, built and stepped without memory and without the others."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from isotron.commands.run_options import tokenizer_entries
+from isotron.config.catalogue import Option
+from isotron.config.check import check, finish
+from isotron.config.load import read
+from isotron.config.schema import RunConfig, changed
+from isotron.core.errors import Refused, refuse
+
+OPTIONS = {
+    "dry_run": Option(
+        "dry_run", "bool", False, "build one rank without memory, take a step, and say what it keeps and sends"
+    ),
+    "dry_run_rank": Option(
+        "dry_run_rank",
+        "int",
+        -1,
+        "the rank of a dry run; -1 means rank 0, and one rank of each pipeline rank beside it",
+    ),
+    "dry_run_world": Option(
+        "dry_run_world", "int", 0, "ranks of a dry run; 0 means those of the layout with dp 1 unless --dp is given"
+    ),
+}
+# no data, tokenizer or checkpoint is read, and the devices need not be here
+UNUSED = (
+    *("data_path", "valid_data_path", "mock_data", "split", "train_iters", "device", "save", "load", "vocab_size"),
+    *("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "lr_warmup_iters", "lr_wsd_decay_iters"),
+)
+VOCABULARY = 50304
+
+
+def is_meant(words: Sequence[str]) -> bool:
+    """Whether a command asks for a dry run, by the flag itself or by one of its own options."""
+    return any(word.strip().replace("_", "-").startswith("--dry-run") for word in words)
+
+
+def run(words: Sequence[str], own: Mapping[str, Option]) -> int:
+    """Dry-run what the words describe; returns the exit code."""
+    loaded = read(words, None, own)
+    if loaded.problems:
+        raise Refused(loaded.problems)
+    flags: dict[str, Any] = {k: g.value for k, g in loaded.flags.items()}
+    config = settled(loaded.config, flags.get("dry_run_world", 0))
+    rank = flags.get("dry_run_rank", -1)
+    if not -1 <= rank < config.layout.world:
+        case = f"the layout has ranks 0 to {config.layout.world - 1}"
+        raise refuse(f"--dry-run-rank {rank}", case, f"--dry-run-rank {config.layout.world - 1}")
+    from isotron.train.dryrun.rank import dry
+    from isotron.train.dryrun.report import facts, lines
+
+    detailed = dry(config, max(rank, 0))
+    per_stage = config.layout.world // config.layout.pp
+    others = [] if rank >= 0 else [dry(config, per_stage * i) for i in range(1, config.layout.pp)]
+    found = facts(config, detailed, [] if rank >= 0 else [detailed, *others])
+    print(json.dumps(found, indent=1) if flags.get("json") else "\n".join(lines(found)))
+    return 0
+
+
+def settled(config: RunConfig, world: int) -> RunConfig:
+    """The finished config of a world of so many ranks, on no device; every problem of it is raised."""
+    config = changed(config, device="cpu", load="")
+    if not config.model.vocab_size:
+        entries = tokenizer_entries(config)
+        if not entries:
+            print(f"note: no tokenizer is here; --vocab-size {VOCABULARY} is assumed", file=sys.stderr)
+        config = changed(config, vocab_size=entries or VOCABULARY)
+    problems = check(config, world or None, 0, config.model.vocab_size, UNUSED)
+    if problems:
+        raise Refused(problems)
+    return finish(config, world or None, 0, config.model.vocab_size)

@@ -1,0 +1,198 @@
+"""One rank of a run: built, and one step taken, with every byte and every communication noted.
+
+`measure` does it in a process group that exists. `dry` does it alone, for any rank of any world: the process group is
+torch's fake one, whose collectives do nothing, and tensors have no memory. A step of many microbatches is not run
+whole: its table repeats itself, so what a round of microbatches adds is measured once and counted as often as it comes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from isotron.config.schema import RunConfig
+from isotron.core import comm
+from isotron.core import device as devices
+from isotron.core.batch import Batch
+from isotron.core.mesh import Mesh
+from isotron.core.nn.kernels import band
+from isotron.core.optim.build import make_optimizer
+from isotron.core.optim.optimizer import Optimizer
+from isotron.core.parallel import stage as stages
+from isotron.core.parallel.model import ParallelModel
+from isotron.core.precision.scaler import LossScaler
+from isotron.train.dryrun.calls import Calls, listening
+from isotron.train.dryrun.live import LiveBytes
+from isotron.train.dryrun.transport import holding
+from isotron.train.dryrun.values import without_memory
+from isotron.train.step import train_step
+
+ROUNDS = 2  # multiples of the pipeline's ranks that a table is run with; it is fullest by then
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """One rank. Bytes of what it keeps; `activations`: the most that was alive beside it while the table ran;
+    `update`: the most while the optimizer stepped. `microbatches`: those of a step, and those that were run.
+    """
+
+    rank: int
+    coordinate: dict[str, int]
+    layers: list[int]
+    parameters: int
+    weights: int
+    gradients: int
+    masters: int
+    moments: int
+    activations: int
+    update: int
+    microbatches: tuple[int, int]
+    calls: Calls
+    seconds: float
+
+    @property
+    def states(self) -> int:
+        """Bytes that stay from step to step."""
+        return self.weights + self.gradients + self.masters + self.moments
+
+    @property
+    def total(self) -> int:
+        """Bytes at the fullest moment."""
+        return self.states + max(self.activations, self.update)
+
+
+class _Rows(Batch):
+    """Whole rows of positions; their greatest is known without looking."""
+
+    @property
+    def longest(self) -> int:
+        """Positions of a row."""
+        return int((self.positions if self.part is None else self.part.positions).shape[1])
+
+
+def microbatches(config: RunConfig) -> int:
+    """Microbatches of a step on one data-parallel rank."""
+    return config.train.global_batch_size // (config.train.micro_batch_size * max(config.layout.dp, 1))
+
+
+def rounds(config: RunConfig) -> tuple[int, int, int]:
+    """Microbatches to run, those of a round, and how many rounds more a step has."""
+    pp, m = config.layout.pp, microbatches(config)
+    few = ROUNDS * pp + m % pp
+    return (m, pp, 0) if m <= few + pp else (few + pp, pp, (m - few - pp) // pp)
+
+
+def dry(config: RunConfig, rank: int) -> RankReport:
+    """A rank of a world that need not be there. The config is finished; its vocabulary is known."""
+    started = time.perf_counter()
+    run, one, more = rounds(config)
+    with _alone(rank, config.layout.world), without_memory(), _without_numbers():
+        mesh = Mesh(rank, **config.layout.axes)
+        found = measure(config, mesh, run)
+        if more:
+            shorter = measure(config, mesh, run - one)
+            found = replace(found, calls=found.calls.extended(shorter.calls, more))
+    return replace(found, microbatches=(microbatches(config), run), seconds=time.perf_counter() - started)
+
+
+@contextmanager
+def _alone(rank: int, world: int) -> Iterator[None]:
+    """A process group of `world` ranks, of which only this one is there; sums as on the CPU's back end."""
+    dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
+    try:
+        with patch.object(comm, "_is_gloo", lambda group: True), holding():
+            yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def _without_numbers() -> Iterator[None]:
+    """No initial weights are drawn."""
+    with patch.object(stages, "initialiser", lambda seed: lambda placed, box, out: None):
+        try:
+            yield
+        finally:
+            band.cache_clear()  # what it remembers has no numbers either
+
+
+def measure(config: RunConfig, mesh: Mesh, count: int) -> RankReport:
+    """Build this rank and take a step of `count` microbatches."""
+    started = time.perf_counter()
+    band.cache_clear()
+    dtype, cpu = devices.dtype_of(config.train.dtype), devices.resolve("cpu")
+    model = ParallelModel(config.model, config.layout, mesh, dtype, cpu, config.train.seed, config.optim.freeze)
+    optimizer = make_optimizer(model, config.optim)
+    batches = [_batch(config, i) for i in range(count)]
+    calls, activations, update = _step(config, model, optimizer, batches)
+    flats = [stage.flat for stage in model.stages.values()]
+    masters = optimizer.nbytes("master")
+    return RankReport(
+        rank=mesh.rank,
+        coordinate={axis: mesh.coordinate[axis] for axis in ("tp", "cp", "dp", "pp")},
+        layers=sorted(int(i) for stage in model.stages.values() for i in stage.module.layers),
+        parameters=sum(prod(p.shard.shape) for stage in model.stages.values() for p in stage.placed.values()),
+        weights=sum(f.weights.nbytes for f in flats),
+        gradients=sum(f.grads.nbytes for f in flats),
+        masters=masters,
+        moments=optimizer.nbytes() - masters,
+        activations=activations,
+        update=update,
+        microbatches=(count, count),
+        calls=calls,
+        seconds=time.perf_counter() - started,
+    )
+
+
+def _batch(config: RunConfig, index: int) -> Batch:
+    """Full rows of one document each."""
+    b, s = config.train.micro_batch_size, config.data.seq_length
+    tokens = (torch.arange(b * s).view(b, s) * 7 + index) % config.model.vocab_size
+    rows = torch.arange(s).expand(b, -1)
+    documents = (
+        torch.zeros(b, s, dtype=torch.int64) if config.data.reset_attention_mask or config.data.pack_documents else None
+    )
+    batch = _Rows(tokens, tokens.clone(), torch.ones(b, s), rows, torch.arange(b) + index * b, documents)
+    if documents is not None:
+        batch.__dict__["cuts"] = ((0, s),) * b
+    return batch
+
+
+def _step(
+    config: RunConfig, model: ParallelModel, optimizer: Optimizer, batches: list[Batch]
+) -> tuple[Calls, int, int]:
+    """Its communications, and the most bytes alive beside the state in the table and in the update."""
+    state: list[Tensor] = [t for stage in model.stages.values() for t in (stage.flat.weights, stage.flat.grads)]
+    buckets = [b for stage in model.stages.values() for b in stage.flat.buckets]
+    state += [t for slot in optimizer.slots() for t in tensors_of(slot.kept)]
+    state += [t for batch in batches for t in tensors_of(batch)]
+    live = LiveBytes(state, [b.whole for b in buckets if b.lean])
+    peaks: list[int] = []
+    real = optimizer.step
+
+    def update(*args: Any) -> None:
+        peaks.append(live.peak)
+        live.restart()
+        real(*args)
+        peaks.append(live.peak)
+
+    scaler = LossScaler.for_run(config.train.dtype, config.optim)
+    with listening(model.mesh.sizes) as calls, live, patch.object(optimizer, "step", update):
+        train_step(model, optimizer, scaler, config.schedule, batches)
+        model.wait_weights()
+    return calls, peaks[0], peaks[1]
+
+
+def tensors_of(owner: Any) -> list[Tensor]:
+    """The tensors that something has."""
+    return [t for t in vars(owner).values() if isinstance(t, Tensor)]

@@ -1,0 +1,132 @@
+"""A dry run of one rank says what a real run of all ranks keeps and sends, to the byte."""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from isotron import cli
+from isotron.config.check import finish
+from isotron.config.schema import RunConfig, changed
+from isotron.core.mesh import Mesh
+from isotron.train.dryrun.rank import RankReport, dry, measure, microbatches, rounds
+from isotron.train.dryrun.reasons import REASONS
+from tests import matrix, moe_matrix
+
+ROOT = Path(__file__).resolve().parents[2]
+MODELS = {**matrix.MODELS, **moe_matrix.MODELS}
+EXACT = ("layers", "parameters", "weights", "gradients", "masters", "moments", "activations", "update")
+
+# what a rank of it keeps and sends does not depend on where tokens go
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "TP2+SP": ("llama", {"tp": 2, "sequence_parallel": True, "recompute": "selective"}),
+    "PP2 tied": ("gpt", {"pp": 2}),
+    "PP2 x 2 chunks": ("llama-tied", {"pp": 2, "vpp": 2, "recompute": "full"}),
+    "PP2 zero bubble": ("llama", {"pp": 2, "schedule": "zb-h1"}),
+    "DP2 without ZeRO": ("llama", {"dp": 2, "zero": 0}),
+    "DP2 ZeRO-1": ("gpt", {"dp": 2, "zero": 1}),
+    "DP2 ZeRO-2": ("llama", {"dp": 2, "zero": 2}),
+    "DP2 ZeRO-3": ("gpt", {"dp": 2, "zero": 3}),
+    "DP4 in copies of 2": ("llama", {"dp": 4, "zero": 3, "zero_shard_size": 2}),
+    "CP2 ring": ("llama", {"cp": 2}),
+    "CP2 heads": ("llama", {"cp": 2, "cp_comm_type": ("a2a",)}),
+    "experts, TP2": ("groups", {"tp": 2}),
+    "latent, PP2": ("mla", {"pp": 2}),
+}
+
+
+def config_of(name: str, axes: dict[str, Any], dtype: str = "bfloat16", batch: int = 8) -> RunConfig:
+    base = RunConfig(model=replace(MODELS[name], max_position_embeddings=16))
+    leaves = {"dp": 1, "make_vocab_size_divisible_by": 8, "ddp_bucket_size": 9000, **axes}
+    usual = {"seq_length": 16, "global_batch_size": batch, "train_iters": 1, "device": "cpu", "dtype": dtype}
+    return finish(changed(base, **usual, **leaves))
+
+
+def real(config: RunConfig) -> RankReport:
+    """What this rank of a real run keeps and sends."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    return measure(config, Mesh(rank, **config.layout.axes), microbatches(config))
+
+
+def calls(report: RankReport) -> dict[Any, tuple[int, int]]:
+    return {key: (sums.count, sums.bytes) for key, sums in report.calls.sums.items()}
+
+
+# the others run with --slow
+QUICK = ("TP2+SP", "PP2 x 2 chunks", "DP2 ZeRO-1", "DP2 ZeRO-3", "CP2 ring", "experts, TP2")
+
+
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in CASES])
+def test_equal_to_a_real_run(ranks: Callable[..., list[Any]], name: str) -> None:
+    config = config_of(*CASES[name])
+    every = ranks(config.layout.world, real, config)
+    for rank in {0, config.layout.world - 1}:
+        alone = dry(config, rank)
+        assert {k: getattr(alone, k) for k in EXACT} == {k: getattr(every[rank], k) for k in EXACT}
+        assert calls(alone) == calls(every[rank])
+
+
+def test_tokens_on_their_way_to_experts_are_as_many_as_in_balance(ranks: Callable[..., list[Any]]) -> None:
+    config = config_of("groups", {"dp": 2, "ep": 2}, batch=16)
+    every, alone = ranks(2, real, config), dry(config, 1)
+    assert {k: getattr(alone, k) for k in EXACT[:6]} == {k: getattr(every[1], k) for k in EXACT[:6]}
+    seen, assumed = calls(every[1]), calls(alone)
+    assert {k: n for k, (n, _) in assumed.items()} == {k: n for k, (n, _) in seen.items()}
+    sent = [k for k in assumed if k.file == "core/parallel/all_to_all.py" and k.function == "all_to_all"]
+    assert sent and all(assumed[k] == seen[k] for k in set(assumed) - set(sent))
+    for k in sent:
+        assert assumed[k][1] == pytest.approx(sum(calls(r)[k][1] for r in every) / 2, rel=0.3)
+
+
+SLOW = ({"dp": 2, "zero": 3}, {})
+
+
+@pytest.mark.parametrize("axes", [{"pp": 2, "vpp": 2}, *(pytest.param(a, marks=pytest.mark.slow) for a in SLOW)])
+def test_rounds_that_are_not_run_are_counted(axes: dict[str, Any]) -> None:
+    config = config_of("llama-tied", axes, batch=2 * 14)
+    whole = replace(config, train=replace(config.train, global_batch_size=28))
+    run, one, more = rounds(whole)
+    assert more and run + one * more == microbatches(whole)
+    short = dry(whole, 0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("isotron.train.dryrun.rank.ROUNDS", 99)
+        full = dry(whole, 0)
+    assert full.microbatches == (microbatches(whole),) * 2 and short.microbatches[1] == run
+    assert calls(short) == calls(full)
+    assert {k: getattr(short, k) for k in EXACT} == {k: getattr(full, k) for k in EXACT}
+
+
+def test_every_call_of_the_core_has_its_reason() -> None:
+    found = set()
+    for path in (p for room in ("parallel", "optim", "nn") for p in (ROOT / "isotron/core" / room).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                owner, name = node.func.value, node.func.attr
+                if isinstance(owner, ast.Name) and owner.id == "comm" and name not in ("done", "Pending"):
+                    found.add((name.removeprefix("start_"), str(path.relative_to(ROOT / "isotron"))))
+    assert found == set(REASONS)
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["train", "--dry-run", "--config", str(ROOT / "configs/tiny.toml"), "--tp", "2", "--pp", "2", "--zero", "1"]
+    assert cli.main([*words, "--dry-run-world", "64"]) == 0
+    text = capsys.readouterr().out
+    assert "tp 2 x pp 2 x dp 16 = 64 ranks" in text and "activations to the next stage" in text
+    assert cli.main([*words, "--dry-run-world", "64", "--dry-run-rank", "63", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["rank"]["coordinate"] == {"tp": 1, "cp": 0, "dp": 15, "pp": 1} and found["rank"]["layers"] == [2, 3]
+    assert found["rank"]["states"] == sum(found["rank"][k] for k in ("weights", "gradients", "masters", "moments"))
+    assert all(c["reason"] and c["count"] > 0 for c in found["calls"])
+
+
+def test_a_rank_that_does_not_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["train", "--dry-run", "--config", str(ROOT / "configs/tiny.toml"), "--dry-run-rank", "1"]
+    assert cli.main(words) == 2
+    assert "the layout has ranks 0 to 0" in capsys.readouterr().err
