@@ -6,12 +6,14 @@ from isotron.planner.job import Job
 
 BUBBLE = 0.10  # of a step; above it a warning
 FEW_TOKENS = 512  # a microbatch per rank below this does not fill a device
+SHORT_PART = 4096  # tokens of a context-parallel rank below which its keys' way around is not hidden
 
 
 def warnings(job: Job, node: int, bubble: float | None = None) -> list[str]:
     """Sentences about a job on nodes of `node` devices; `bubble` as a fraction of the step, where it is known."""
     layout, m = job.layout, job.microbatches
-    found = []
+    bubble = expected_bubble(job) if bubble is None else bubble
+    found = [*_sharing(job, node)]
     if layout.tp > node:
         found.append(
             f"--tp {layout.tp}: its two sums per block leave the node of {node} devices, over links many times slower; "
@@ -28,7 +30,7 @@ def warnings(job: Job, node: int, bubble: float | None = None) -> list[str]:
         found.append(
             f"the pipeline is idle for {bubble:.0%} of the step; more microbatches, --vpp or --schedule zbv shorten it"
         )
-    if layout.zero == 1 and job.dp == 1:
+    if layout.zero == 1 and job.data_ranks == 1:
         found.append("--zero 1 with --dp 1 shards nothing: there is one owner of the optimizer's state")
     if layout.zero == 0 and job.dp > 1:
         found.append(f"--zero 0 with --dp {job.dp}: every rank keeps all masters and moments; --zero 1 shards them")
@@ -42,4 +44,34 @@ def warnings(job: Job, node: int, bubble: float | None = None) -> list[str]:
         found.append(f"{job.tokens} tokens per microbatch: matrix products this small do not fill a device")
     if layout.stages > 1 and job.config.num_layers % layout.stages:
         found.append(f"{job.config.num_layers} layers over {layout.stages} stages: the fuller stages set the pace")
+    return found
+
+
+def expected_bubble(job: Job) -> float | None:
+    """Idle part of a step from the published formula of the schedule; None for schedules whose tables say more."""
+    p, v = job.layout.pp, job.layout.chunks
+    if p == 1 or job.layout.schedule_name not in ("1f1b", "gpipe", "interleaved"):
+        return None
+    return (p - 1) / (v * job.microbatches + p - 1)
+
+
+def _sharing(job: Job, node: int) -> list[str]:
+    """What is sharded or dealt, and over how much of the network."""
+    layout, found = job.layout, []
+    if layout.ep * layout.expert_tp > node and layout.ep > 1:
+        found.append(
+            f"--ep {layout.ep}: tokens leave the node of {node} devices for their experts in every block, forward and "
+            f"backward; --ep {max(1, node // layout.expert_tp)} or less keeps them inside"
+        )
+    if layout.zero_stage >= 2 and layout.pp > 1:
+        what = "weights and gradients" if layout.zero_stage == 3 else "gradients"
+        found.append(
+            f"--zero {layout.zero} with --pp {layout.pp}: {what} of every stage are sent for each of the "
+            f"{job.microbatches} microbatches; --zero 1 sends them once"
+        )
+    if layout.cp > 1 and job.seq // layout.cp < SHORT_PART:
+        found.append(
+            f"--cp {layout.cp}: {job.seq // layout.cp} tokens of a sequence on a rank are too few to hide the way of "
+            f"their keys; a smaller --cp and a larger --dp send less"
+        )
     return found

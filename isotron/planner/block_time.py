@@ -83,12 +83,10 @@ def block_seconds(job: Job, place: Place) -> tuple[Seconds, Seconds]:
     """(forward, backward) of one block for one microbatch; what is computed again belongs to the backward."""
     f, device = place.fractions, place.device
     rate = device.peak(FORMS[place.form]) * f.matmul
-    products, experts = 0.0, expert_sizes(job.config, job.layout.tp)
-    for p in block_products(job.config, job.layout.tp):
+    products, experts = 0.0, expert_sizes(job.config, job.layout.tp, job.layout.expert_tp)
+    for p in block_products(job.config, job.layout.tp, job.layout.expert_tp):
         spread = experts.number if experts and p.met != 1.0 else 1
-        # whole experts: each tensor-parallel rank sends its own part of the tokens to them
-        share = 1 if experts is None or experts.cut else job.layout.tp
-        tokens = job.tokens * p.met * job.ep / spread / share if spread > 1 else job.tokens
+        tokens = job.tokens * p.met * _met_together(job) / spread if spread > 1 else job.tokens
         one = product_seconds(tokens, p.outputs, p.inputs, rate * (f.experts if spread > 1 else 1), f.small)
         products += one * spread / job.ep if spread > 1 else one
     attention, attention_back = _attention(job, place)
@@ -106,14 +104,31 @@ def block_seconds(job: Job, place: Place) -> tuple[Seconds, Seconds]:
     return forward, backward.plus(_again(job, forward, place))
 
 
+def _met_together(job: Job) -> float:
+    """How many times a rank's own tokens meet the experts that it holds: those of all ranks that share them."""
+    experts = expert_sizes(job.config)
+    # whole experts: each tensor-parallel rank sends its own part of the tokens to them
+    cut = job.layout.expert_tp if experts and experts.cut else 1
+    return job.ep * cut / job.layout.tp
+
+
 def _again(job: Job, forward: Seconds, place: Place) -> Seconds:
     """What the backward computes again."""
     if job.layout.recompute == "full":
         computing = forward.total - forward.tp - forward.cp - forward.ep
-        return Seconds(recompute=computing, tp=forward.tp, cp=forward.cp, ep=forward.ep)
+        share = recomputed_share(job)
+        return Seconds(recompute=computing, tp=forward.tp, cp=forward.cp, ep=forward.ep).scaled(share)
     if job.layout.recompute == "selective":
         return Seconds(recompute=0.5 * forward.elements if place.stack.fused_attention else forward.attention)
     return Seconds()
+
+
+def recomputed_share(job: Job) -> float:
+    """The blocks of a stage that are computed again under full recompute, as a part of all."""
+    layout = job.layout
+    if layout.recompute_method != "block":
+        return 1.0
+    return min(1.0, layout.recompute_num_layers * layout.stages / job.config.num_layers)
 
 
 def _attention(job: Job, place: Place) -> tuple[float, float]:
@@ -158,8 +173,9 @@ def _expert_parallel(job: Job, place: Place) -> float:
     # a token goes once to each rank that has some of its experts
     copies = job.ep * (1 - (1 - 1 / job.ep) ** experts.visits)
     wire = 2 * copies * c.hidden_size * job.tokens / job.layout.tp * job.element * (job.ep - 1) / job.ep
-    share = f.links if job.ep * job.layout.tp <= place.device.node else f.network
-    return wire / (place.device.link(job.ep, job.layout.tp) * share) * f.exposed_ep
+    stride = job.layout.expert_tp  # the expert view is folded anew from the ranks of a stage
+    share = f.links if job.ep * stride <= place.device.node else f.network
+    return wire / (place.device.link(job.ep, stride) * share) * f.exposed_ep
 
 
 def head_seconds(job: Job, place: Place) -> tuple[Seconds, Seconds]:

@@ -84,7 +84,8 @@ STACKS: dict[str, Stack] = {
         Stack("fsdp-2023", "llm-foundry 2023, PyTorch FSDP, Triton flash attention", True, 2, 2),
         Stack("nemo-2024", "NeMo 24.05 and 24.07, H100, the first FP8 recipes"),
         Stack("nemo-2025", "NeMo 25.02 to 25.05, H100 and GB200"),
-        Stack("bridge-2026", "Megatron-Bridge 25.09 to 26.08"),
+        Stack("bridge-2025", "Megatron-Bridge 25.09 and 25.11"),
+        Stack("bridge-2026", "Megatron-Bridge 26.02 to 26.08"),
         Stack("titan-2025", "torchtitan 2024-2025, FSDP2", True, 4, 2),
     )
 }

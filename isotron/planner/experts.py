@@ -28,14 +28,13 @@ class ExpertSizes:
         return self.visits * self.width + self.shared
 
 
-def expert_sizes(config: Any, tp: int = 1) -> ExpertSizes | None:
-    """None for a model without experts."""
+def expert_sizes(config: Any, tp: int = 1, etp: int = 0) -> ExpertSizes | None:
+    """None for a model without experts. `etp`: ranks that cut the width of an expert, 0 means tp."""
     if isinstance(config, MoEConfig):
-        width, shared = config.expert_width / tp, config.shared_width / tp
+        width, shared = config.expert_width / (etp or tp), config.shared_width / tp
         return ExpertSizes(config.num_experts, config.moe_router_topk, width, shared, True)
     if getattr(config, "experts", 0):
-        width, shared = config.moe_ffn or config.ffn, config.shared_ffn / tp
-        return ExpertSizes(config.experts, config.topk, width, shared, False)
+        return ExpertSizes(config.experts, config.topk, config.moe_ffn or config.ffn, 0.0, False)
     return None
 
 

@@ -11,13 +11,19 @@ from isotron.config.schema import RunConfig
 from isotron.core.errors import Problem, Refused, refuse
 from isotron.planner.job import Job
 from isotron.planner.memory import Bytes, plan_memory
+from isotron.planner.remedies import changes
 
 GB = 1e9
+ENOUGH = 0.9  # of the bytes that were too many: a change to less than this is worth trying
 
 
 def rank_bytes(config: RunConfig) -> list[float]:
     """Bytes of one process of every pipeline rank, copies for saves in the background with them."""
-    job = Job.of(config)
+    return job_bytes(config, Job.of(config))
+
+
+def job_bytes(config: RunConfig, job: Job) -> list[float]:
+    """The same for a job of the run in another layout."""
     staged = config.checkpoint.async_save and config.train.device == "cpu"
     return [b.total + (_staged(job, b) if staged else 0.0) for b in plan_memory(job)]
 
@@ -30,20 +36,31 @@ def _staged(job: Job, b: Bytes) -> float:
 
 def memory_problem(config: RunConfig, free: float, on_cpu: bool, processes: int) -> Problem | None:
     """Why the run does not fit into `free` bytes: of this machine for `processes` of it, or of one device."""
-    every = rank_bytes(config)
-    need = sum(every) / len(every) * processes if on_cpu else max(every)
+    job, layout = Job.of(config), config.layout
+
+    def needed(other: Job) -> float:
+        every = job_bytes(config, other)
+        return sum(every) / len(every) * processes if on_cpu else max(every)
+
+    need = needed(job)
     if need <= free:
         return None
-    b = max(plan_memory(Job.of(config)), key=lambda b: b.total)
-    parts = {"weights": b.weights, "gradients": b.gradients, "masters and moments": b.masters + b.moments,
-             "activations": b.total - b.states}  # fmt: skip
-    detail = ", ".join(f"{name} {size / GB:.3g}" for name, size in parts.items())
-    layout = config.layout
     asked = f"a model of this size with --tp {layout.tp} --pp {layout.pp} --dp {layout.dp} --dtype {config.train.dtype}"
     where = f"{processes} process(es) on this machine need" if on_cpu else "the fullest device needs"
-    case = f"{where} {need / GB:.3g} GB and {free / GB:.3g} GB are free (a rank's GB: {detail})"
+    case = f"{where} {need / GB:.3g} GB and {free / GB:.3g} GB are free (a rank's GB: {by_kind(job)})"
+    fit = [text for text, other in changes(job, more=not on_cpu) if needed(other) <= free][:3]
     fewer = max(1, int(config.model.num_layers * free / need / 2))
-    return Problem(asked, case, f"--num-layers {fewer}, or more machines: isotron plan says how many")
+    return Problem(
+        asked, case, "; or ".join(fit) or f"--num-layers {fewer}, or more machines: isotron plan says how many"
+    )
+
+
+def by_kind(job: Job) -> str:
+    """Gigabytes of the fullest rank by kind."""
+    b = max(plan_memory(job), key=lambda b: b.total)
+    parts = {"weights": b.weights, "gradients": b.gradients, "masters and moments": b.masters + b.moments,
+             "activations": b.activations, "for a moment": b.total - b.states - b.activations}  # fmt: skip
+    return ", ".join(f"{name} {size / GB:.3g}" for name, size in parts.items())
 
 
 def out_of_memory(config: RunConfig, error: BaseException) -> Refused | None:
@@ -51,10 +68,14 @@ def out_of_memory(config: RunConfig, error: BaseException) -> Refused | None:
     text = str(error)
     if not isinstance(error, MemoryError) and not any(words in text for words in _FAILED):
         return None
+    job = Job.of(config)
     need = max(rank_bytes(config))
     asked = f"--micro-batch-size {config.train.micro_batch_size} --seq-length {config.data.seq_length}"
-    case = f"memory ran out; a rank was planned to need {need / GB:.3g} GB: {text.splitlines()[0] if text else ''}"
-    return refuse(asked, case, "--recompute full, --micro-batch-size 1, or more --tp, --pp and --dp", exit_code=1)
+    case = f"memory ran out; a rank was planned to need {need / GB:.3g} GB ({by_kind(job)}): "
+    smaller = ((text, max(job_bytes(config, other)) / GB) for text, other in changes(job))
+    fit = [f"{text} ({size:.3g} GB)" for text, size in smaller if size * GB < ENOUGH * need][:3]
+    fix = "; or ".join(fit) or "fewer --num-layers, a shorter --seq-length, or more --tp, --pp and --dp"
+    return refuse(asked, case + (text.splitlines()[0] if text else ""), fix, exit_code=1)
 
 
 _FAILED = ("can't allocate memory", "out of memory")

@@ -1,6 +1,6 @@
 """What is planned: a model, a layout, batches and a dtype. PURE.
 
-`Job` holds what memory and time depend on. What a published run uses and isotron does not have, it says in `unbuilt`.
+`Job` holds what memory and time depend on.
 """
 
 from __future__ import annotations
@@ -80,12 +80,6 @@ class Job:
     def step_tokens(self) -> int:
         """Tokens of a step over all ranks."""
         return self.global_batch * self.seq
-
-    @property
-    def unbuilt(self) -> tuple[str, ...]:
-        """What this job needs that isotron does not have; empty for a job that can be run."""
-        reason = getattr(self.config, "unbuilt", "")
-        return (reason,) if reason else ()
 
     @property
     def simulated(self) -> int:

@@ -13,6 +13,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
+from isotron.core.models.deepseek_v3_config import PRESETS
 from isotron.core.models.gpt_config import GPTConfig
 from isotron.core.models.llama_config import LlamaConfig
 from isotron.core.parallel.plan import Layout
@@ -88,7 +89,12 @@ def _case(row: Row) -> Case | None:
     memory = float(row["mem_gb"]) if row["mem_gb"] else 0.0
     where = f"{row['tp']}x{row['pp']}" if source == "bloom" else row["n_gpus"]
     group = "/".join((source, row["model_name"], row["gpu"], where, row["seq"]))
-    return Case(row["id"], source, group, job, device, STACK_OF[source], form, seconds, memory, row)
+    return Case(row["id"], source, group, job, device, stack_of(row, source), form, seconds, memory, row)
+
+
+def stack_of(row: Row, source: str) -> str:
+    """The framework at its time: releases of Megatron-Bridge differ by half within a year."""
+    return "bridge-2025" if source == "bridge" and " 25." in row["source"] else STACK_OF[source]
 
 
 def number_format(precision: str) -> str | None:
@@ -123,7 +129,7 @@ def _job(row: Row) -> Job | None:
     sp = row["sequence_parallel"] == "yes" or (not row["sequence_parallel"] and tp > 1 and int(row["year"]) >= 2023)
     schedule = "interleaved" if vpp > 1 and pp > 1 else "1f1b"
     layout = Layout(tp, pp, dp, vpp if pp > 1 else 1, sp, -1, schedule, recompute=recompute)
-    layout = replace(layout, zero=zero, cp=cp)
+    layout = replace(layout, zero=zero, cp=cp, etp=1 if row["moe_experts"] else 0)
     return Job(config, layout, _int(row, "seq"), mbs, gbs, "bfloat16", _int(row, "ep", 1))
 
 
@@ -148,16 +154,28 @@ def _config(row: Row) -> Any:
 
 
 def _experts(row: Row, llama: tuple[int, ...]) -> Any:
-    """Grok and its like are told by their numbers of experts; rows that lack a number are left out."""
+    """Grok and its like are told by their numbers of experts; rows that lack a number are left out. What a row does not
+    say and its architecture does: the width of heads, latent attention, dense blocks, the shared expert, windows.
+    """
     if not row["topk"] or not row["moe_ffn"]:
         return None
     layers, h, heads, kv, _, ffn, vocab, seq = llama
-    sizes: dict[str, Any] = {
-        "experts": _int(row, "moe_experts"),
-        "topk": _int(row, "topk"),
-        "moe_ffn": _int(row, "moe_ffn"),
-    }
-    return replace(MoEConfig(layers, h, heads, kv, 0, ffn, vocab, seq), **sizes)
+    experts, topk, width = (_int(row, name) for name in ("moe_experts", "topk", "moe_ffn"))
+    name = row["model_name"].lower()
+    if "deepseekv3" in name or "kimi" in name:  # DeepSeek-AI 2024, table of section 4.2; Moonshot 2025
+        dense = 1 if "kimi" in name else 3
+        blocks = {"num_layers": layers, "num_attention_heads": heads, "num_key_value_heads": heads, "vocab_size": vocab}
+        moe = {"num_experts": experts, "moe_router_topk": topk, "moe_ffn_hidden_size": width}
+        pattern = f"[0]*{dense}+[1]*{layers - dense}"
+        return replace(DEEPSEEK, **blocks, **moe, moe_layer_freq=pattern, moe_router_num_groups=0,
+                       moe_router_group_topk=0, moe_router_group_scores=0)  # fmt: skip
+    kv_channels = {"qwen3": 128, "gpt oss": 64}.get(next((k for k in ("qwen3", "gpt oss") if k in name), ""), 0)
+    window = 128 if "gpt oss" in name else 0
+    config = MoEConfig(layers, h, heads, kv, kv_channels, ffn, vocab, seq)
+    return replace(config, experts=experts, topk=topk, moe_ffn=width, window=window)
+
+
+DEEPSEEK = PRESETS["deepseek-v3"]
 
 
 def by_source(found: list[Case]) -> Iterator[tuple[str, list[Case]]]:

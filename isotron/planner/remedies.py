@@ -1,4 +1,4 @@
-"""What would make a layout fit: single changes on the same devices, or more of them. PURE."""
+"""What would make a layout fit: changes on the same devices, or more of them. PURE."""
 
 from __future__ import annotations
 
@@ -10,7 +10,20 @@ from isotron.planner.search import Candidate, evaluate
 
 
 def remedies(job: Job, place: Place, limit: float) -> list[tuple[str, Candidate]]:
-    """Single changes of a layout on the same devices that make it fit, fastest first."""
+    """Changes of a layout that make it fit, fastest first."""
+    fit = [(text, c) for text, j in changes(job) for c in [evaluate(j, place)] if c.memory <= limit]
+    return sorted(fit, key=lambda x: x[1].time)[:3]
+
+
+def changes(job: Job, more: bool = True) -> list[tuple[str, Job]]:
+    """Legal changes that need less, by what they do to a run: computing again, smaller microbatches, sharding, cutting;
+    those that need more devices last, where `more` are to be had.
+    """
+    found = [*_same_devices(job), *_wider(job)]
+    return [(text, j) for text, j in found if legal(j) and (more or j.world <= job.world)]
+
+
+def _same_devices(job: Job) -> list[tuple[str, Job]]:
     layout, options = job.layout, []
     if layout.recompute == "none":
         options.append(("--recompute selective", job.with_layout(recompute="selective")))
@@ -29,16 +42,20 @@ def remedies(job: Job, place: Place, limit: float) -> list[tuple[str, Candidate]
         lean = one.with_layout(sequence_parallel=layout.tp > 1, recompute="selective")
         sequence = "--sequence-parallel " if layout.tp > 1 and not layout.sequence_parallel else ""
         options.append((f"--micro-batch-size 1 {sequence}--recompute selective", lean))
-    options += _wider(job, place)
-    fit = [(text, c) for text, j in options if _legal(j) for c in [evaluate(j, place)] if c.memory <= limit]
-    return sorted(fit, key=lambda x: x[1].time)[:3]
+    options += [
+        (f"--zero {z}", job.with_layout(zero=z)) for z in (1, 2, 3) if job.data_ranks > 1 and z > layout.zero_stage
+    ]
+    least = replace(job, micro_batch=1).with_layout(sequence_parallel=layout.tp > 1, recompute="full")
+    if job.data_ranks > 1 and layout.zero_stage < 3:
+        options.append(("--micro-batch-size 1 --recompute full --zero 3", least.with_layout(zero=3)))
+    return options
 
 
 def _largest_below(job: Job) -> int:
     return max(m for m in range(1, job.micro_batch) if job.global_batch % (m * job.dp) == 0)
 
 
-def _wider(job: Job, place: Place) -> list[tuple[str, Job]]:
+def _wider(job: Job) -> list[tuple[str, Job]]:
     """The same devices, cut more: tensor or pipeline ranks doubled and data-parallel ones halved, or more devices."""
     layout, found = job.layout, []
     if job.dp % 2 == 0:
@@ -50,7 +67,8 @@ def _wider(job: Job, place: Place) -> list[tuple[str, Job]]:
     return found
 
 
-def _legal(job: Job) -> bool:
+def legal(job: Job) -> bool:
+    """Whether sizes divide."""
     c, layout = job.config, job.layout
     fits = c.num_attention_heads % layout.tp == 0 and c.ffn % layout.tp == 0 and job.seq % layout.tp == 0
     groups = c.kv_heads % layout.tp == 0 or layout.tp % c.kv_heads == 0

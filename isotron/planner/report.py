@@ -36,12 +36,11 @@ def layout_facts(job: Job, place: Place, limit: float, tokens: float) -> dict[st
         "device": place.device.name,
         "stack": place.stack.name,
         "parameters": count_parameters(job.config),
-        "unbuilt": list(job.unbuilt),
         "memory": {
             "limit": limit,
             "fits": most.total <= limit,
             "fullest_rank": rank,
-            "ranks": [{**{k: getattr(b, k) for k in KINDS}, "total": b.total} for b in memory],
+            "ranks": [{**{k: getattr(b, k) for k in KINDS}, "total": b.total, "host": b.host} for b in memory],
         },
         "time": {"step": step, "kinds": asdict(seconds), "bubble": seconds.bubble / step},
         "tokens_per_s": job.step_tokens / step,
@@ -85,7 +84,7 @@ def search_facts(found: Found) -> dict[str, Any]:
         "fitting": found.fitting,
         "best": [_row(c) for c in found.best],
         "frontier": [_row(c) for c in found.frontier],
-        "compared": [{**_row(c), "unbuilt": list(c.job.unbuilt)} for c in found.compared],
+        "compared": [_row(c) for c in found.compared],
         "why": why(found),
     }
 
@@ -119,8 +118,6 @@ def layout_lines(f: Mapping[str, Any]) -> list[str]:
         r = f["run"]
         lines.append(f"{r['tokens'] / 1e9:g} billion tokens: {r['steps']:,.0f} steps, {r['days']:.1f} days, "
                      f"{r['device_hours']:,.0f} device-hours")  # fmt: skip
-    if f["unbuilt"]:
-        lines.append(f"isotron cannot run this: {', '.join(f['unbuilt'])}")
     lines += [f"warning: {w}" for w in f["warnings"]]
     return lines + remedy_lines(f)
 
@@ -129,7 +126,7 @@ def memory_lines(memory: Mapping[str, Any], ranks: int) -> list[str]:
     """GiB by kind of the first, the fullest and the last pipeline rank."""
     shown = sorted({0, memory["fullest_rank"], ranks - 1})
     lines = [f"{'GiB of a device':<18}" + "".join(f"{'rank ' + str(r):>10}" for r in shown)]
-    for kind in (*KINDS, "total"):
+    for kind in (*KINDS, "total", "host"):
         values = [memory["ranks"][r][kind] for r in shown]
         if any(values):
             lines.append(f"  {kind:<16}" + "".join(f"{_gib(v):>10}" for v in values))
@@ -159,15 +156,21 @@ def remedy_lines(f: Mapping[str, Any]) -> list[str]:
 
 
 HEAD = (
-    f"{'tp':>3} {'pp':>3} {'dp':>5} {'vpp':>3} {'mbs':>3} {'schedule':<12} {'recompute':<10} "
+    f"{'tp':>3} {'cp':>3} {'ep':>3} {'pp':>3} {'dp':>5} {'zero':>6} {'vpp':>3} {'mbs':>3} {'schedule':<12} "
+    f"{'recompute':<10} "
     f"{'step s':>9} {'GiB':>7} {'bubble':>7}"
 )
+
+
+def _zero(r: Mapping[str, Any]) -> str:
+    return f"{r['zero']}/{r['zero_shard_size']}" if r["zero_shard_size"] else str(r["zero"])
 
 
 def candidate_line(r: Mapping[str, Any]) -> str:
     """One row of a list of layouts."""
     return (
-        f"{r['tp']:>3} {r['pp']:>3} {r['dp']:>5} {r['vpp']:>3} {r['micro_batch_size']:>3} {r['schedule']:<12} "
+        f"{r['tp']:>3} {r['cp']:>3} {r['ep']:>3} {r['pp']:>3} {r['dp']:>5} {_zero(r):>6} {r['vpp']:>3} "
+        f"{r['micro_batch_size']:>3} {r['schedule']:<12} "
         f"{r['recompute']:<10} {r['step']:>9.3f} {r['memory'] / GIB:>7.1f} {r['bubble']:>7.1%}"
         + ("" if r["exact"] else "  (closed form)")
     )
@@ -180,7 +183,7 @@ def search_lines(s: Mapping[str, Any], limit: float) -> list[str]:
     lines += ["", "frontier: nothing is both faster and smaller", HEAD]
     lines += [candidate_line(r) + ("" if r["memory"] <= limit else "  over the limit") for r in s["frontier"]]
     for r in s["compared"]:
-        lines += ["", f"to compare, not built here ({', '.join(r['unbuilt'])})", HEAD, candidate_line(r)]
+        lines += ["", "the fastest of the other way to hold weights", HEAD, candidate_line(r)]
     return [*lines, "", s["why"]]
 
 

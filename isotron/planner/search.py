@@ -1,14 +1,13 @@
 """All legal layouts of a model on so many devices: which fit, how long a step takes, what lies on the frontier. PURE.
 
 Two passes. The first takes closed forms of time and memory for every layout; the second runs the real tables of the
-best ones and counts their bytes exactly. Legal is what the rules of a run config allow and isotron can run; layouts
-that it cannot run (ZeRO-3) are weighed beside them and never chosen.
+best ones and counts their bytes exactly. Which layouts there are, `legal.py` says.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from math import inf
 from typing import Any
@@ -18,12 +17,11 @@ from isotron.core.parallel.plan import Layout
 from isotron.planner.activations import stage_bytes
 from isotron.planner.block_time import Place, Seconds
 from isotron.planner.job import Job
+from isotron.planner.legal import layouts
 from isotron.planner.memory import Bytes, communication, logits_bytes, plan_memory, recompute_bytes
 from isotron.planner.parameters import stage_layers
-from isotron.planner.time import held_elements, step_seconds
+from isotron.planner.time import held_elements, held_experts, step_seconds
 
-MICRO_BATCHES = (1, 2, 4, 8, 16)
-CHUNKS = (1, 2, 3, 4, 6, 8)
 FINALISTS = 2
 MARGIN = 0.94  # of the device's memory: allocators round and fragment
 
@@ -45,7 +43,9 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Found:
-    """What a search saw: how many layouts, the best that fit, the frontier, and layouts that cannot be run here."""
+    """What a search saw: how many layouts, the best that fit, the frontier, and the fastest of the other way: with
+    sharded weights (ZeRO-3) where the best has cut ones, and the other way round.
+    """
 
     looked_at: int
     fitting: int
@@ -55,42 +55,10 @@ class Found:
     nearest: Candidate | None  # the one that needs least memory, where none fits
 
 
-def layouts(job: Job, devices: int, node: int) -> Iterator[Job]:
-    """Every layout of `job` on `devices` that the model's sizes and the batch allow."""
-    c = job.config
-    for tp in _divisors(devices, max(8, node) if node < 16 else 8):
-        if c.num_attention_heads % tp or c.ffn % tp or (c.kv_heads % tp and tp % c.kv_heads):
-            continue
-        if job.seq % tp:
-            continue
-        for pp in _divisors(devices // tp, c.num_layers):
-            dp = devices // tp // pp
-            for micro in MICRO_BATCHES:
-                if job.global_batch % (micro * dp) == 0:
-                    yield from _pipelines(replace(job, micro_batch=micro), tp, pp, dp)
-
-
-def _pipelines(job: Job, tp: int, pp: int, dp: int) -> Iterator[Job]:
-    m, layers = job.microbatches, job.config.num_layers
-    base = Layout(tp, pp, dp, 1, tp > 1, int(dp > 1), "1f1b")
-    kinds = [(1, "1f1b")]
-    if pp > 1:
-        kinds += [(v, "interleaved") for v in CHUNKS[1:] if layers >= pp * v and m >= pp and layers % (pp * v) == 0]
-        kinds += [(1, "zb-h1")]
-        kinds += [(2, "zbv")] if layers >= 2 * pp else []
-    for v, name in kinds:
-        for recompute in ("none", "selective", "full"):
-            yield replace(job, layout=replace(base, vpp=v, schedule=name, recompute=recompute))
-
-
-def _divisors(n: int, most: int) -> list[int]:
-    return [d for d in range(1, min(n, most) + 1) if n % d == 0]
-
-
 def quick_memory(job: Job, context: float) -> float:
     """Bytes of the fullest rank from closed forms: state of the largest share, activations of the first rank."""
-    held = held_elements(job)
-    own, zero = held / job.layout.shard_ranks, job.layout.zero_stage
+    held, experts, zero = held_elements(job), held_experts(job), job.layout.zero_stage
+    own = (held - experts) / job.layout.shard_ranks + experts / job.layout.expert_shard_ranks
     masters = job.wide if job.wide != job.element else 0
     state = (own if zero == 3 else held) * job.element + (own if zero >= 2 else held) * job.wide
     state += own * (masters + 2 * job.wide)
@@ -109,7 +77,7 @@ def _in_flight(job: Job) -> float:
     p, m, v, name = job.layout.pp, job.microbatches, job.layout.chunks, job.layout.schedule_name
     if p == 1:
         return v
-    most = {"1f1b": p, "zb-h1": p, "zb-h2": 2 * p - 1, "zbv": 2 * p, "gpipe": m}.get(name, m * v)
+    most = {"1f1b": p, "zb-h1": p, "zb-h2": 2 * p - 1, "zbv": 2 * p, "v-half": p + 2, "gpipe": m}.get(name, m * v)
     if name == "interleaved":
         most = (v - 1) * p + 2 * (p - 1) + 1
     return min(m * v, most)
@@ -125,7 +93,8 @@ def search(job: Job, devices: int, place: Place, limit: float, top: int = 10) ->
         raise _nothing(job, devices)
     fitting = sorted((c for c in seen if c.memory <= limit), key=lambda c: c.time)
     best = _refined(fitting, place, limit, top)
-    compared = tuple(sharded(job, devices, place, limit))
+    other = next((c for c in fitting if best and shards_weights(c) != shards_weights(best[0])), None)
+    compared = () if other is None else (other,)
     nearest = None if best else min(seen, key=lambda c: c.memory)
     return Found(len(seen), len(fitting), best, frontier(seen), compared, nearest)
 
@@ -172,22 +141,17 @@ def frontier(seen: Sequence[Candidate]) -> tuple[Candidate, ...]:
     return tuple(out)
 
 
-def sharded(job: Job, devices: int, place: Place, limit: float) -> Iterator[Candidate]:
-    """ZeRO-3 over all devices, with and without tensor parallelism: to weigh, not to choose (not built)."""
-    for tp in (1, min(8, place.device.node)):
-        dp = devices // tp
-        if devices % tp or job.config.num_attention_heads % tp or job.config.ffn % tp or job.seq % tp:
-            continue
-        found = []
-        for micro in MICRO_BATCHES:
-            for recompute in ("none", "selective", "full"):
-                if job.global_batch % (micro * dp) == 0:
-                    layout = replace(Layout(tp, 1, dp, 1, tp > 1), zero=3, recompute=recompute)
-                    j = replace(job, micro_batch=micro, layout=layout)
-                    found.append(Candidate(j, step_seconds(j, place), quick_memory(j, place.device.context)))
-        fit = [c for c in found if c.memory <= limit]
-        if fit:
-            yield min(fit, key=lambda c: c.time)
+def shards_weights(c: Candidate) -> bool:
+    """Whether a layout gathers weights for a moment (ZeRO-3) instead of cutting them."""
+    return c.job.layout.zero_stage == 3
+
+
+def named(layout: Layout) -> str:
+    """The axes of a layout, and how its weights are sharded where they are."""
+    sizes = {"tp": layout.tp, "cp": layout.cp, "ep": layout.ep, "pp": layout.pp, "dp": layout.dp}
+    axes = " x ".join(f"{k} {n}" for k, n in sizes.items() if n > 1 or k in ("tp", "pp", "dp"))
+    copies = f" in copies of {layout.zero_shard_size}" if layout.zero_shard_size else ""
+    return axes + (f" with ZeRO-{layout.zero_stage}{copies}" if layout.zero_stage > 1 else "")
 
 
 def why(found: Found) -> str:
@@ -195,18 +159,16 @@ def why(found: Found) -> str:
     if not found.best:
         return "No layout fits, so there is nothing to weigh ZeRO-3 against."
     chosen = found.best[0]
-    layout = chosen.job.layout
-    name = f"tp {layout.tp} x pp {layout.pp} x dp {layout.dp}"
+    name = named(chosen.job.layout)
+    if not found.compared and shards_weights(chosen):
+        return f"{name}: no layout that cuts weights fits, so they are sharded and gathered block by block."
     if not found.compared:
         return f"{name}: ZeRO-3 cannot spread this batch over all devices or does not fit, so weights are cut instead."
-    other = min(found.compared, key=lambda c: c.time)
-    rival, ratio = f"ZeRO-3 (tp {other.job.layout.tp})", other.time / chosen.time
-    if ratio > 1.02:
-        return f"{name} takes {1 / ratio:.0%} of the time of {rival}, which {_excess(other, chosen)}."
+    other = found.compared[0]
+    rival, ratio = named(other.job.layout), chosen.time / other.time
     if ratio < 0.98:
-        own = _excess(chosen, other)
-        return f"{rival} would take {ratio:.0%} of the time of {name}, which {own}; isotron does not have it yet."
-    return f"{name} and {rival} take the same time within 2 %; cutting weights keeps communication inside nodes."
+        return f"{name} takes {ratio:.0%} of the time of {rival}, which {_excess(other, chosen)}."
+    return f"{name} and {rival} take the same time within 2 %; measure both before the machines are booked for long."
 
 
 _REASONS = {
@@ -214,6 +176,8 @@ _REASONS = {
     "recompute": "fits only by computing again, {:.0%} of its step",
     "tp": "spends {:.0%} of its step more on sums between tensor-parallel ranks",
     "zero3": "waits {:.0%} of its step for weights that every microbatch gathers again",
+    "cp": "waits {:.0%} of its step for keys and values of other parts of the sequence",
+    "ep": "spends {:.0%} of its step more on sending tokens to their experts",
     "bubble": "is idle {:.0%} of its step longer in the pipeline's bubble",
     "dp": "waits {:.0%} of its step longer for gradients to meet",
     "pp": "waits {:.0%} of its step longer between pipeline stages",
@@ -241,7 +205,14 @@ def fullest(memory: Sequence[Bytes]) -> tuple[int, Bytes]:
 def describe(layout: Layout) -> dict[str, Any]:
     """The leaves of a layout that a search decides."""
     return {
-        "tp": layout.tp, "pp": layout.pp, "dp": layout.dp, "vpp": layout.chunks, "zero": layout.zero,
-        "schedule": layout.schedule_name, "sequence_parallel": layout.sequence_parallel,
-        "recompute": layout.recompute,
+        "tp": layout.tp, "cp": layout.cp, "ep": layout.ep, "pp": layout.pp, "dp": layout.dp, "vpp": layout.chunks,
+        "zero": layout.zero_stage, "zero_shard_size": layout.zero_shard_size, "schedule": layout.schedule_name,
+        "sequence_parallel": layout.sequence_parallel, "recompute": recompute_name(layout),
     }  # fmt: skip
+
+
+def recompute_name(layout: Layout) -> str:
+    """The mode, with the number of blocks where it is not all of them."""
+    if layout.recompute == "full" and layout.recompute_method == "block":
+        return f"full of {layout.recompute_num_layers}"
+    return layout.recompute

@@ -1,7 +1,7 @@
-"""Shapes of models that isotron cannot build yet, so that they can be planned and published runs compared. PURE.
+"""The milestones, and shapes of models of published runs that are no family of isotron's. PURE.
 
-Each is a config with a layout table like any other and a line in `unbuilt`. Sources: Jiang et al. 2024 (Mixtral),
-DeepSeek-AI 2024 (DeepSeek-V3, table of section 4.2), Parmar et al. 2024 (Nemotron-4 15B).
+The latter are configs with a layout table like any other. Sources: Jiang et al. 2024 (Mixtral), DeepSeek-AI 2024
+(DeepSeek-V3, table of section 4.2), Parmar et al. 2024 (Nemotron-4 15B).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from isotron.core.layout import Part, Rule, Split, Table
+from isotron.core.models import deepseek_v3_config, mixtral_config
 from isotron.core.models.gpt_config import GPTConfig
 from isotron.core.models.llama_config import LlamaConfig
 from isotron.core.options import option
@@ -22,7 +23,6 @@ class UngatedConfig(LlamaConfig):
     """Nemotron-4: LLaMA's attention and a plain two-layer MLP (squared ReLU)."""
 
     family = "nemotron"
-    unbuilt = "an MLP of squared ReLU"
 
     def layout(self, padded_vocab: int) -> Table:
         """Parameter names -> placement."""
@@ -33,24 +33,19 @@ class UngatedConfig(LlamaConfig):
 
 @dataclass(frozen=True)
 class MoEConfig(LlamaConfig):
-    """LLaMA blocks with experts; the first `dense_layers` have an MLP of width `ffn` instead.
-
-    `latent`: ranks of multi-head latent attention (query, key/value, rotated part), empty for grouped queries.
-    """
+    """LLaMA blocks with experts, whole and dealt to ranks, as frameworks of published runs have them."""
 
     family = "moe"
 
     experts: int = option(8, "experts per block")
     topk: int = option(2, "experts that a token visits")
     moe_ffn: int = option(0, "width of an expert")
-    shared_ffn: int = option(0, "width of the shared expert; 0 means none")
-    dense_layers: int = option(0, "blocks without experts, at the start")
-    latent: tuple[int, ...] = option((), "ranks of latent attention")
+    window: int = option(0, "tokens that every second block looks back at; 0 means all")
 
-    @property
-    def unbuilt(self) -> str:
-        """Why isotron cannot run it."""
-        return "mixture of experts" + (" and latent attention" if self.latent else "")
+    def attended(self, seq: int) -> float:
+        """Keys of a query on average, over blocks and places."""
+        whole = (seq + 1) / 2
+        return (whole + min(whole, self.window)) / 2 if self.window else whole
 
     def visited(self, pattern: str) -> float:
         """The part of a matrix that one token is multiplied with."""
@@ -59,42 +54,13 @@ class MoEConfig(LlamaConfig):
     def layout(self, padded_vocab: int) -> Table:
         """Parameter names -> placement; the experts' rows stand below each other."""
         table, d, f = super().layout(padded_vocab), self.hidden_size, self.moe_ffn or self.ffn
-        rules = [r for r in table.rules if r.pattern not in _UP]
-        for layer in self._expert_layers():
-            rules += [
-                Rule(f"{layer}.mlp.router.weight", (self.experts, d)),
-                Rule(f"{layer}.mlp.experts.gate_up.weight", (2 * self.experts * f, d)),
-                Rule(f"{layer}.mlp.experts.down.weight", (self.experts * d, f)),
-            ]
-            if self.shared_ffn:
-                shared = Part(self.shared_ffn)
-                rules += [
-                    Rule(f"{layer}.mlp.shared.gate_up.weight", (2 * self.shared_ffn, d), Split(0, (shared, shared))),
-                    Rule(f"{layer}.mlp.shared.down.weight", (d, self.shared_ffn), Split(1, (shared,))),
-                ]
-        dense = [replace(r, pattern=r.pattern.replace("*", str(i))) for i in range(self.dense_layers)
-                 for r in table.rules if r.pattern in _UP]  # fmt: skip
-        latent = self._attention()
-        kept = [r for r in rules if not (latent and r.pattern == "layers.*.attention.qkv.weight")]
-        return replace(table, rules=tuple([*dense, *latent, *kept]))
-
-    def _expert_layers(self) -> list[str]:
-        n = self.dense_layers
-        return [f"layers.[!0-{n - 1}]", "layers.??"] if n else ["layers.*"]
-
-    def _attention(self) -> list[Rule]:
-        """The projections of latent attention; of plain attention only the output then remains."""
-        if not self.latent:
-            return []
-        q, kv, turned = self.latent
-        h, n, d = self.num_attention_heads, self.head_size, self.hidden_size
-        heads, name = Part(h, n + turned), "layers.*.attention"
-        return [
-            Rule(f"{name}.q_down.weight", (q, d)),
-            Rule(f"{name}.q_up.weight", (h * (n + turned), q), Split(0, (heads,))),
-            Rule(f"{name}.kv_down.weight", (kv + turned, d)),
-            Rule(f"{name}.kv_up.weight", (2 * h * n, kv), Split(0, (Part(h, 2 * n),))),
-        ]
+        rules = (
+            *(r for r in table.rules if r.pattern not in _UP),
+            Rule("layers.*.mlp.router.weight", (self.experts, d)),
+            Rule("layers.*.mlp.experts.gate_up.weight", (2 * self.experts * f, d)),
+            Rule("layers.*.mlp.experts.down.weight", (self.experts * d, f)),
+        )
+        return replace(table, rules=rules)
 
 
 def _gpt(layers: int, hidden: int, heads: int, vocab: int = 51200, positions: int = 2048) -> GPTConfig:
@@ -114,10 +80,6 @@ MILESTONES: dict[str, tuple[Any, int, str, int, int, float]] = {
     "llama3-405b": (
         LlamaConfig(126, 16384, 128, 8, 0, 53248, 128256, 8192, rope_theta=500000.0), 16384, "h100", 8192, 2048,
         15600.0),
-    "mixtral-8x7b": (
-        MoEConfig(32, 4096, 32, 8, 0, 14336, 32000, 4096, experts=8, topk=2, moe_ffn=14336), 128, "h100", 4096, 512,
-        1000.0),
-    "deepseek-v3": (
-        MoEConfig(61, 7168, 128, 128, 128, 18432, 129280, 4096, experts=256, topk=8, moe_ffn=2048, shared_ffn=2048,
-                  dense_layers=3, latent=(1536, 512, 64)), 2048, "h800", 4096, 15360, 14800.0),
+    "mixtral-8x7b": (mixtral_config.PRESETS["mixtral-8x7b"], 128, "h100", 4096, 512, 1000.0),
+    "deepseek-v3": (deepseek_v3_config.PRESETS["deepseek-v3"], 2048, "h800", 4096, 15360, 14800.0),
 }  # fmt: skip

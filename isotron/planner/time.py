@@ -7,7 +7,6 @@ its closed form, which a search can afford.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import prod
 
 from isotron.core.parallel.pipeline.simulate import Costs, simulate
 from isotron.planner.block_time import Place, Seconds, block_seconds, head_seconds
@@ -76,14 +75,16 @@ def _transfer(job: Job, place: Place) -> float:
 
 
 def _gathered(job: Job, place: Place, forward: float, backward: float) -> tuple[float, float]:
-    """ZeRO-3: weights of a block gathered in both passes, gradients scattered; the excess over computing is waited."""
-    if job.layout.zero < 3 or job.dp == 1:
+    """ZeRO-2: gradients of a block scattered in every backward; ZeRO-3: its weights gathered in both passes too. The
+    excess over computing is waited for.
+    """
+    if job.layout.zero_stage < 2:
         return 0.0, 0.0
-    f, ranks = place.fractions, job.dp * job.cp
-    elements = sum(prod((p.outputs, p.inputs)) for p in block_products(job.config, job.layout.tp))
+    f, ranks = place.fractions, job.layout.shard_ranks
+    elements = block_elements(job)
     share = f.links if ranks * job.layout.tp <= place.device.node else f.network
     rate = place.device.link(ranks, job.layout.tp) * share * ranks / max(1, ranks - 1)
-    gather = elements * place.stack.gather_bytes / rate
+    gather = elements * place.stack.gather_bytes / rate if job.layout.zero_stage == 3 else 0.0
     scatter = gather + elements * place.stack.gradient_bytes / rate
 
     def waited(wire: float, compute: float) -> float:
@@ -95,7 +96,7 @@ def _gathered(job: Job, place: Place, forward: float, backward: float) -> tuple[
 def held_elements(job: Job) -> float:
     """Most weights of any pipeline rank, without padding, from the table's shapes."""
     c, layout = job.config, job.layout
-    per_block = sum(p.outputs * p.inputs * _copies(job, p.met) for p in block_products(c, layout.tp))
+    per_block = block_elements(job)
     counts = [len(r) for r in stage_layers(c, layout)]
     held = [0.0] * layout.pp
     home = layout.placement
@@ -108,26 +109,51 @@ def held_elements(job: Job) -> float:
     return max(held)
 
 
+def block_elements(job: Job, experts_only: bool = False) -> float:
+    """Weights of a block in matrices, on one rank."""
+    found = block_products(job.config, job.layout.tp, job.layout.expert_tp)
+    return sum(p.outputs * p.inputs * _copies(job, p.met) for p in found if not experts_only or p.met != 1.0)
+
+
+def held_experts(job: Job) -> float:
+    """Those of experts among the most weights of a rank."""
+    counts = [0] * job.layout.pp
+    for r, rank in zip(stage_layers(job.config, job.layout), job.layout.placement, strict=True):
+        counts[rank] += len(r)
+    return max(counts) * block_elements(job, experts_only=True)
+
+
 def _copies(job: Job, met: float) -> float:
     return number_of_experts(job.config) / job.ep if met != 1.0 else 1.0
 
 
 def data_parallel(job: Job, place: Place) -> float:
     """What the step waits for gradients and weights to meet."""
-    ranks = job.dp * job.cp
-    if ranks == 1 or job.layout.zero >= 3:
+    layout, ranks = job.layout, job.layout.data_ranks
+    if ranks == 1:
         return 0.0
-    f, stack = place.fractions, place.stack
-    back = stack.gather_bytes if job.layout.zero != 0 else stack.gradient_bytes
-    wire = held_elements(job) * (stack.gradient_bytes + back) * (ranks - 1) / ranks
-    share = f.links if ranks * job.layout.tp <= place.device.node else f.network
-    return wire / (place.device.link(ranks, job.layout.tp) * share) * f.exposed_dp
+    stack, zero, held = place.stack, layout.zero_stage, held_elements(job)
+    shards = layout.shard_ranks
+    back = stack.gather_bytes if zero else stack.gradient_bytes
+    # what ZeRO-2 and 3 send in every backward counts with the blocks
+    once = held * {0: stack.gradient_bytes + back, 1: stack.gradient_bytes + back, 2: back, 3: 0.0}[zero]
+    found = _around(job, place, once, shards if zero else ranks, layout.tp)
+    copies = ranks // shards if zero else 1
+    return found + _around(job, place, 2 * held / shards * stack.gradient_bytes, copies, layout.tp * shards)
+
+
+def _around(job: Job, place: Place, wire: float, ranks: int, stride: int) -> float:
+    """Bytes that go once around `ranks`, `stride` apart, as far as nothing hides them."""
+    if ranks == 1:
+        return 0.0
+    f = place.fractions
+    share = f.links if ranks * stride <= place.device.node else f.network
+    return wire * (ranks - 1) / ranks / (place.device.link(ranks, stride) * share) * f.exposed_dp
 
 
 def optimizer_seconds(job: Job, place: Place) -> float:
     """One pass over the state that a rank steps."""
-    ranks = job.data_ranks if job.layout.zero != 0 else 1
-    return held_elements(job) / ranks * STEP_BYTES / (place.device.bandwidth * place.fractions.memory)
+    return held_elements(job) / job.layout.shard_ranks * STEP_BYTES / (place.device.bandwidth * place.fractions.memory)
 
 
 def step_seconds(job: Job, place: Place, exact: bool = False) -> Seconds:

@@ -28,8 +28,10 @@ class Product:
 
 
 @lru_cache(maxsize=4096)
-def block_products(config: Any, tp: int) -> tuple[Product, ...]:
-    """The matrices of the model's last block as one tensor-parallel rank holds them."""
+def block_products(config: Any, tp: int, etp: int = 0) -> tuple[Product, ...]:
+    """The matrices of the model's last block as one tensor-parallel rank holds them; experts are cut `etp` times, 0
+    means tp.
+    """
     last = f"layers.{config.num_layers - 1}"
     rules = config.layout(config.vocab_size).rules
     chosen: dict[str, Rule] = {}
@@ -37,11 +39,11 @@ def block_products(config: Any, tp: int) -> tuple[Product, ...]:
         where, name = ".".join(r.pattern.split(".")[:2]), ".".join(r.pattern.split(".")[2:])
         if len(r.shape) == 2 and where.startswith("layers.") and fnmatchcase(last, where):
             chosen.setdefault(name, r)
-    return tuple(_product(config, r, tp) for r in chosen.values())
+    return tuple(_product(config, r, tp, etp or tp) for r in chosen.values())
 
 
-def _product(config: Any, rule: Rule, tp: int) -> Product:
-    shape = shard(rule, {"tp": 0}, {"tp": tp}).shape
+def _product(config: Any, rule: Rule, tp: int, etp: int) -> Product:
+    shape = shard(rule, {"tp": 0, "etp": 0}, {"tp": tp, "etp": etp}).shape
     visited = getattr(config, "visited", None)
     met = visited(rule.pattern) if visited else 1.0
     # an expert's matrix is one of several below each other: what one product sees is one of them
@@ -58,7 +60,10 @@ def attention_flops(job: Job, causal: bool) -> float:
     """FLOPs of scores and values of one microbatch and block on one rank, forward."""
     c = job.config
     keys = (job.seq + 1) / 2 if causal else job.seq
-    return 4.0 * c.num_attention_heads / job.layout.tp * c.head_size * keys * job.tokens
+    if hasattr(c, "attended"):  # some blocks look at a window only
+        keys = c.attended(job.seq)
+    widths = c.head_size + getattr(c, "v_head_dim", c.head_size)
+    return 2.0 * c.num_attention_heads / job.layout.tp * widths * keys * job.tokens
 
 
 @lru_cache(maxsize=4096)

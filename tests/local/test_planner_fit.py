@@ -27,7 +27,24 @@ def test_what_fits_and_what_does_not() -> None:
     assert memory_problem(cfg, need, True, 4) is None and memory_problem(cfg, need / 4, False, 4) is None
     problem = memory_problem(cfg, need - 1, True, 4)
     assert problem is not None and "4 process(es) on this machine need" in problem.case and "--tp 2" in problem.asked
-    assert "weights" in problem.case and "--num-layers 1" in problem.fix
+    assert all(kind in problem.case for kind in ("weights", "gradients", "moments", "activations"))
+    assert "--num-layers 1" in memory_problem(cfg, 1.0, True, 4).fix  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_three_changes_that_fit_are_named(on_cpu: bool) -> None:
+    cfg = config(dp=2, zero=0, micro_batch_size=8, global_batch_size=16, seq_length=128)
+    need = max(rank_bytes(cfg))
+    problem = memory_problem(cfg, (2 if on_cpu else 1) * 0.75 * need, on_cpu, 2)
+    assert problem is not None
+    fixes = problem.fix.split("; or ")
+    assert len(fixes) == 3 and all(fix.startswith("--") for fix in fixes)
+    for fix in fixes:  # each is a command that then fits
+        words = fix.split(" (")[0].split()
+        leaves = {k.removeprefix("--").replace("-", "_"): v for k, v in zip(words[::2], words[1::2], strict=True)}
+        changed_ = config(**{**{"dp": 2, "zero": 0, "micro_batch_size": 8, "global_batch_size": 16, "seq_length": 128},
+                             **{k: int(v) if v.isdigit() else v for k, v in leaves.items()}})  # fmt: skip
+        assert memory_problem(changed_, (2 if on_cpu else 1) * 0.75 * need, on_cpu, 2) is None
 
 
 def test_copies_for_saves_in_the_background_count() -> None:
@@ -49,7 +66,9 @@ def test_memory_that_runs_out_on_the_way_is_no_traceback() -> None:
     for error in (MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried 9 bytes\nx")):
         refused = out_of_memory(cfg, error)
         assert refused is not None and refused.exit_code == 1 and len(str(refused).splitlines()) == 3
-    assert "can't allocate memory: you tried 9 bytes" in str(refused)
+    assert "can't allocate memory: you tried 9 bytes" in str(refused) and "activations" in str(refused)
+    large = out_of_memory(config(micro_batch_size=64, seq_length=512), MemoryError())
+    assert large is not None and len(large.problems[0].fix.split("; or ")) == 3 and " GB)" in large.problems[0].fix
     assert out_of_memory(cfg, RuntimeError("shapes differ")) is None
 
 

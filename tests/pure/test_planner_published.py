@@ -19,7 +19,7 @@ from isotron.planner.time import step_seconds
 CASES = cases()
 TRAIN, HELD = split(CASES)
 # median absolute error of step time of held-out groups
-HELD_LIMIT = {"sc21t1": 0.10, "bloom": 0.10, "mpt": 0.10, "dgxc": 0.10, "titan": 0.10, "bridge": 0.25}
+HELD_LIMIT = {"sc21t1": 0.10, "bloom": 0.10, "mpt": 0.10, "dgxc": 0.10, "titan": 0.10, "bridge": 0.12}
 # the same over all published runs, fitted and held out
 ALL_LIMIT = dict.fromkeys(SCORED, 0.10)
 
@@ -94,7 +94,7 @@ def test_memory_of_measured_runs() -> None:
         if m is not None:
             errors[c.source].append(abs(m.predicted / m.measured - 1))
     assert len(errors["bloom"]) > 50 and median(errors["bloom"]) <= 0.10
-    assert len(errors["titan"]) >= 10 and median(errors["titan"]) <= 0.16
+    assert len(errors["titan"]) >= 10 and median(errors["titan"]) <= 0.05
 
 
 def test_fitting_finds_what_made_the_times() -> None:
