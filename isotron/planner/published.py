@@ -164,8 +164,13 @@ def _experts(row: Row, llama: tuple[int, ...]) -> Any:
     name = row["model_name"].lower()
     if "deepseekv3" in name or "kimi" in name:  # DeepSeek-AI 2024, table of section 4.2; Moonshot 2025
         dense = 1 if "kimi" in name else 3
-        blocks = {"num_layers": layers, "num_attention_heads": heads, "num_key_value_heads": heads, "vocab_size": vocab}
-        moe = {"num_experts": experts, "moe_router_topk": topk, "moe_ffn_hidden_size": width}
+        blocks: dict[str, Any] = {
+            "num_layers": layers,
+            "num_attention_heads": heads,
+            "num_key_value_heads": heads,
+            "vocab_size": vocab,
+        }
+        moe: dict[str, Any] = {"num_experts": experts, "moe_router_topk": topk, "moe_ffn_hidden_size": width}
         pattern = f"[0]*{dense}+[1]*{layers - dense}"
         return replace(DEEPSEEK, **blocks, **moe, moe_layer_freq=pattern, moe_router_num_groups=0,
                        moe_router_group_topk=0, moe_router_group_scores=0)  # fmt: skip
