@@ -18,7 +18,7 @@ def label_scores(head: Head, x_BSD: Tensor, labels_BS: Tensor, mask_BS: Tensor) 
     full_BSD = x_BSD if head.enter is None else head.enter.forward(x_BSD).wait()
     counts = mask_BS.flatten() != 0
     rows_ND, labels_N = full_BSD.flatten(0, 1)[counts], labels_BS.flatten()[counts]
-    weight, softcap = head.weight[: head.real], float(getattr(head, "softcap", 0.0))
+    weight, softcap = head.weight[: head.real], head.softcap
     wide = torch.promote_types(rows_ND.dtype, torch.float32)
     found_N2 = torch.empty(len(labels_N), 2, dtype=wide, device=rows_ND.device)
     step = max(16, CHUNK_BYTES // (wide.itemsize * max(1, head.weight.shape[0])))
