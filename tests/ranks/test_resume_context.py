@@ -1,4 +1,4 @@
-"""A checkpoint does not know context parallelism: saved on 2 ranks, resumed on 1, on 4 and with documents dealt anew."""
+"""A checkpoint does not know context parallelism: saved on 2 ranks, resumed on 1, on 4 and with a new deal."""
 
 from __future__ import annotations
 
