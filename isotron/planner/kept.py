@@ -1,4 +1,4 @@
-"""Saved tensors of latent attention and of experts, per token, read off `nn/mla.py`, `router.py` and `experts.py` there.
+"""Saved tensors of latent attention and of experts, per token, read off `mla.py`, `router.py`, `experts.py` in `nn`.
 PURE. Legend as in `activations.py`; E experts, k of them per token, Q and R widths of latent vectors.
 """
 
