@@ -20,7 +20,10 @@ from isotron.core.errors import Problem
 
 # what every other rule must be able to rely on
 FIRST: tuple[Rule, ...] = (*RANGES, PATTERN_RULE)
-RULES: tuple[Rule, ...] = (*FIRST, *LAYOUT_RULES, *ZERO_RULES, *CONTEXT_RULES, *EXPERT_RULES, *PIPELINE_RULES, *RUN_RULES)
+RULES: tuple[Rule, ...] = (
+    *(*FIRST, *LAYOUT_RULES, *ZERO_RULES, *CONTEXT_RULES),
+    *(*EXPERT_RULES, *PIPELINE_RULES, *RUN_RULES),
+)
 
 
 def check(

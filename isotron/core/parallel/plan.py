@@ -188,9 +188,7 @@ class Layout:
         """Stage -> pipeline rank, the same for any number of microbatches."""
         return library.placement(self.schedule, self.pp, self.chunks, self.schedule_memory)
 
-    def table(
-        self, microbatches: int, forward_only: bool = False, sizes: Mapping[int, int] | None = None
-    ) -> Schedule:
+    def table(self, microbatches: int, forward_only: bool = False, sizes: Mapping[int, int] | None = None) -> Schedule:
         """The pipeline table of a step, or of an evaluation.
 
         `sizes`: weights that stages gather under ZeRO-3; those that fit into `max_live_parameters` are held by it.
