@@ -8,7 +8,7 @@ number is taken to be 1.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 MOST = 1 << 22  # elements of a tensor whose values are followed
 _aten = torch.ops.aten
@@ -61,15 +61,23 @@ class Values(TorchDispatchMode):
         if func in _FILLED and args[0].numel() == 1:
             with unset_fake_temporarily():
                 return func(torch.zeros(args[0].shape, dtype=args[0].dtype), *args[1:], **kwargs)
-        flat, _ = tree_flatten((args, kwargs))
-        tensors = [x for x in flat if isinstance(x, Tensor)]
+        tensors = list(_tensors((*args, *kwargs.values())))
         if any(_real(x) is None for x in tensors) or not (tensors or _makes_integers(func, args, kwargs)):
-            for written in tensors[:1] if func._schema.is_mutable else ():
-                _forget(written)
+            if tensors and _real(tensors[0]) is not None and func._schema.is_mutable:
+                _forget(tensors[0])
             return None
         real_args, real_kwargs = tree_map_only(Tensor, _real, (args, kwargs))
         with unset_fake_temporarily():
             return func(*real_args, **real_kwargs)
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Those among the arguments of an operation."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (tuple, list)):
+            yield from (x for x in value if isinstance(x, Tensor))
 
 
 def _scalar(x: Tensor) -> Any:
