@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 import torch
 
+from isotron.commands.convert import run_meta
 from isotron.commands.finetune import completed
 from isotron.core.errors import Refused
+from isotron.hub.convert import convert
 from isotron.hub.folder import open_folder
 from tests.hf_twins import save
 
@@ -69,39 +71,47 @@ def answer(directory: Path, words: str) -> dict[str, Any]:
     return dict(result)
 
 
-def test_from_hugging_face_through_training_and_fine_tuning_back(workspace: Path) -> None:
-    small = "--seq-length 16 --device cpu --eval-iters 0 --mock-data --global-batch-size 2"
-    train = (
-        f"python -m isotron train --load hf --tp 2 --pp 2 --train-iters 1 --lr 0 --save pretrain_checkpoints {small}"
-    )
-    assert "begun with the weights of hf" in launch(workspace, train).stdout
-    launch(workspace, "python -m isotron convert pretrain_checkpoints same --to hf --json")
+SMALL = "--seq-length 16 --device cpu --eval-iters 0 --mock-data --global-batch-size 2"
+TRAIN = f"python -m isotron train --tp 2 --pp 2 --train-iters 1 --lr 0 {SMALL}"
+
+
+def test_from_hugging_face_through_training_and_fine_tuning_back(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(workspace)
+    begun = launch(workspace, f"{TRAIN} --load hf --save pretrain_checkpoints").stdout
+    assert "begun with the weights of hf" in begun
+    convert("pretrain_checkpoints", "same", "hf", run_meta)
     one, two = (transformers.AutoModelForCausalLM.from_pretrained(workspace / d) for d in ("hf", "same"))
     assert all(torch.equal(p, q) for p, q in zip(one.parameters(), two.parameters(), strict=True))  # at a rate of 0
     names = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
     assert all((workspace / "hf" / n).read_bytes() == (workspace / "same" / n).read_bytes() for n in names)
     assert open_folder(workspace / "hf").model == open_folder(workspace / "same").model
-    tokens = [answer(workspace, f"--prompt green {w}") for w in ("--load hf", "--load same --tp 2 --pp 2")]
-    assert tokens[0]["prompt_tokens"][0] == 0 and tokens[0]["tokens"] == tokens[1]["tokens"]
-    ids = torch.tensor([tokens[0]["prompt_tokens"]])
+    found = answer(workspace, "--prompt green --load same --tp 2 --pp 2")
+    assert found["prompt_tokens"][0] == 0
+    ids = torch.tensor([found["prompt_tokens"]])
     greedy = {"do_sample": False, "max_new_tokens": 12, "eos_token_id": [1, 119], "pad_token_id": 0}
     theirs = one.eval().generate(ids, attention_mask=torch.ones_like(ids), **greedy)
-    assert theirs[0, ids.shape[1] :].tolist() == tokens[0]["tokens"]
+    assert theirs[0, ids.shape[1] :].tolist() == found["tokens"]
     tuned = launch(workspace, f"{FINETUNE} --device cpu --save tuned --eval-iters 0 --train-iters 2")
     assert "begun with the weights of pretrain_checkpoints" in tuned.stdout
     lines = [json.loads(x) for x in (workspace / "tuned" / "metrics.jsonl").read_text().splitlines()]
     assert [x["step"] for x in lines if "loss" in x] == [1, 2]
-    launch(workspace, "python -m isotron convert tuned tuned_hf --to hf")
+    convert("tuned", "tuned_hf", "hf", run_meta)
     assert json.loads((workspace / "tuned_hf" / "tokenizer_config.json").read_text())["chat_template"]
-    megatron = (
+
+
+@pytest.mark.slow
+def test_a_converted_model_begins_a_run_and_answers_the_same(workspace: Path) -> None:
+    line = (
         "python tools/checkpoint/convert.py --model-type GPT --loader llama_mistral --saver isotron --load-dir ./hf "
+        "--save-dir ./converted --target-tensor-parallel-size 2 --target-pipeline-parallel-size 2"
     )
-    launch(
-        workspace, megatron + "--save-dir ./converted --target-tensor-parallel-size 2 --target-pipeline-parallel-size 2"
-    )
-    begun = launch(workspace, train.replace("--load hf", "--load converted").replace("pretrain_checkpoints", "again"))
+    launch(workspace, line)
+    begun = launch(workspace, f"{TRAIN} --load converted --save again")
     assert "begun with the weights of converted" in begun.stdout
-    assert answer(workspace, "--prompt green --load converted --tp 2")["tokens"] == tokens[0]["tokens"]
+    ours, theirs = (answer(workspace, f"--prompt green {w}") for w in ("--load converted --tp 2", "--load hf"))
+    assert ours["tokens"] == theirs["tokens"]
 
 
 def test_what_fine_tuning_fills_in(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
