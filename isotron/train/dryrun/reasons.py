@@ -10,6 +10,7 @@ REASONS: dict[tuple[str, str], str] = {
     ("all_reduce", "core/optim/clip.py"): "one norm of all gradients",
     ("all_to_all", "core/optim/muon.py"): "pieces of a matrix to the rank that steps it, the result back",
     ("gather_json", "core/optim/muon.py"): "who holds which pieces",
+    ("broadcast_json", "core/optim/muon.py"): "the same to all",
     ("all_reduce", "core/parallel/tensor.py"): "sums of layers split by inputs, and of input gradients",
     ("all_gather", "core/parallel/tensor.py"): "whole sequences for a split layer, or numbers of the split vocabulary",
     ("reduce_scatter", "core/parallel/tensor.py"): "sums of layers, each rank keeps its part of the sequence",
