@@ -18,6 +18,7 @@ from isotron.core import device as devices
 from isotron.core.checkpoint.background import BackgroundSaver
 from isotron.core.checkpoint.disk import free_bytes
 from isotron.core.checkpoint.format import read_manifest
+from isotron.core.checkpoint.group import GroupRanks
 from isotron.core.checkpoint.save import SPARE_BYTES
 from isotron.core.errors import refuse
 from isotron.core.mesh import AXES, Mesh
@@ -45,8 +46,7 @@ from isotron.train.nextloss import Facts, NextLoss, read_expected
 from isotron.train.places import claim
 from isotron.train.saving import Saves
 from isotron.train.stacks import Stacks
-from isotron.train.state import GroupRanks, TrainState, find_checkpoint, load_state, state_bytes
-
+from isotron.train.state import TrainState, find_checkpoint, load_state, state_bytes
 
 Tasks = Callable[[RunConfig, ParallelModel], Callable[[], Sequence[Measured]]]
 

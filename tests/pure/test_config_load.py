@@ -106,7 +106,7 @@ def test_every_problem_is_reported_together():
         ("--activation gelu_tanh", "only families gpt, neox have activation"),
         (
             "--family gpt --rope-theta 5",
-            "only families gemma2, gemma3, llama, mistral, neox, olmo2, phi3, qwen2, qwen3 have rope_theta",
+            "only families gemma2, gemma3, llama, mistral, mixtral, neox, olmo2, phi3, ",
         ),
         ("--preset gpt2 --family llama", "preset gpt2 is of family gpt"),
         ("--split", "the value is missing"),

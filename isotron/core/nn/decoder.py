@@ -169,9 +169,12 @@ class Decoder(nn.Module):
         """Several tokens ahead; leaves `mtp/k` in `ctx.terms`."""
         x = x if self.around is None else self.around.enter("mtp", x)
         self.mtp(x, batch, ctx, weight, self.mtp_embed, self.head)
-        for name, (value, share) in list(ctx.terms.items()) if self.around is not None and ctx.terms else ():
-            if name.startswith("mtp/") and self.around is not None:
-                ctx.terms[name] = self.around.leave("mtp", value), share
+        terms = ctx.terms
+        if self.around is None or terms is None:
+            return
+        for name in [n for n in terms if n.startswith("mtp/")]:
+            value, share = terms[name]
+            terms[name] = self.around.leave("mtp", value), share
 
     def logits(self, batch: Batch, boundary: Boundary) -> tuple[Boundary, Tensor | None]:
         """The next boundary, and on the last stage the logits of the vocabulary rows held here."""

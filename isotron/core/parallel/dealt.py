@@ -54,9 +54,7 @@ def joined_rows(batches: Sequence[Batch]) -> Batch:
     """Batches of whole rows of one length as one."""
     if len(batches) == 1:
         return batches[0]
-    fields: dict[str, Any] = {
-        name: torch.cat([getattr(b, name) for b in batches]) for name in (*_FIELDS, "sample_ids")
-    }
+    fields: dict[str, Any] = {name: torch.cat([getattr(b, name) for b in batches]) for name in (*_FIELDS, "sample_ids")}
     docs = [b.doc_ids for b in batches if b.doc_ids is not None]
     return replace(batches[0], **fields, doc_ids=torch.cat(docs) if docs else None)
 
