@@ -61,6 +61,8 @@ class Values(TorchDispatchMode):
         if func in _FILLED and args[0].numel() == 1:
             with unset_fake_temporarily():
                 return func(torch.zeros(args[0].shape, dtype=args[0].dtype), *args[1:], **kwargs)
+        if func is _aten.bincount.default and _real(args[0]) is None:
+            return _even(args[0].numel(), kwargs.get("minlength", args[-1]))
         tensors = list(_tensors((*args, *kwargs.values())))
         if any(_real(x) is None for x in tensors) or not (tensors or _makes_integers(func, args, kwargs)):
             if tensors and _real(tensors[0]) is not None and func._schema.is_mutable:
@@ -69,6 +71,12 @@ class Values(TorchDispatchMode):
         real_args, real_kwargs = tree_map_only(Tensor, _real, (args, kwargs))
         with unset_fake_temporarily():
             return func(*real_args, **real_kwargs)
+
+
+def _even(count: int, bins: int) -> Tensor:
+    """So many entries over all bins but the last, which stands for none."""
+    with unset_fake_temporarily():
+        return torch.bincount(torch.arange(count) % max(bins - 1, 1), minlength=bins)
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
