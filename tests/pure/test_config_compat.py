@@ -127,7 +127,7 @@ def test_tables_do_not_overlap():
         ("--num-layers 24 --pp 2 --num-layers-per-virtual-pipeline-stage 5", ["24 layers / (pp 2 x 5", "-stage 4"]),
         ("--vpp 2 --decoder-first-pipeline-num-layers 3", ["--layers-per-stage"]),
         ("--group-query-attention", ["--num-query-groups 8"]),
-        ("--family gpt --num-query-groups 4", ["only families llama", "--num-query-groups 4"]),
+        ("--family gpt --num-query-groups 4", ["only families gemma2, gemma3, llama", "--num-query-groups 4"]),
         ("--transformer-impl", ["the value is missing"]),
         ("--optimizer soap", ["not one of adamw"]),
     ],

@@ -29,7 +29,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "v-min": {},
     "dualpipev": {},
     "searched": {"schedule": "auto", "schedule_memory": 2.0, "schedule_costs": (10, 14, 11, 2)},
-    "searched-v": {"schedule": "auto", "vpp": 2, "schedule_memory": 1.5},
+    "searched-v": {"schedule": "auto", "vpp": 2, "schedule_memory": 2.0},
 }
 FEATURES: dict[str, tuple[str, dict[str, Any]]] = {
     "plain": ("llama", {}),
@@ -79,9 +79,9 @@ FURTHER: dict[str, tuple[Any, dict[str, Any]]] = {
     "dualpipev-zero2": (MODELS["llama-tied"], {"schedule": "dualpipev", "dp": 2, "zero": 2}),
     "zb-h1-cp2": (MODELS["llama"], {"schedule": "zb-h1", "cp": 2}),
     "zbv-experts": (EXPERTS["groups"], {"schedule": "zbv", "ep": 2, "dp": 2, "layers_per_stage": (1, 0, 1, 1)}),
-    "mtp-uneven": (EXPERTS["mla"], {"layers_per_stage": (1, 2)}),
-    "mtp-interleaved": (EXPERTS["mla"], {"schedule": "interleaved", "vpp": 2, "layers_per_stage": (1, 0, 2, 0)}),
-    "mtp-zbv": (EXPERTS["mla"], {"schedule": "zbv", "layers_per_stage": (0, 2, 1, 0)}),
+    "mtp-uneven": (EXPERTS["mla"], {"layers_per_stage": (2, 0)}),
+    "mtp-interleaved": (EXPERTS["mla"], {"schedule": "interleaved", "vpp": 2, "layers_per_stage": (1, 0, 1, 0)}),
+    "mtp-zbv": (EXPERTS["mla"], {"schedule": "zbv", "layers_per_stage": (0, 1, 1, 0)}),
     "mtp-zb-h2": (EXPERTS["mla"], {"schedule": "zb-h2"}),
     "searched-own-costs": (EXPERTS["global"], {"schedule": "auto", "schedule_memory": 2.0, "vpp": 2,
                                                 "layers_per_stage": (0, 1, 1, 1)}),
