@@ -22,7 +22,7 @@ class Live(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         for x in out if isinstance(out, (tuple, list)) else (out,):
-            if isinstance(x, Tensor):
+            if isinstance(x, Tensor) and x.device.type != "meta":
                 self._note(x)
         return out
 
