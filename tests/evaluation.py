@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from isotron.commands.score_rank import cached_logprobs
 from isotron.core.mesh import Mesh
+from isotron.core.models.mixtral_config import MixtralConfig
 from isotron.core.parallel.model import ParallelModel
 from isotron.core.parallel.plan import Layout
 from isotron.evaluate.model import ModelScorer
@@ -22,6 +23,14 @@ from isotron.train.verify import randomise
 from tests.generation import MODELS
 
 WORDS = "king queen sword crown night day walks sees the a of in , . old new"
+
+
+FAMILIES = {
+    **MODELS,
+    "mixtral": MixtralConfig(
+        2, 32, 4, 2, ffn_hidden_size=48, vocab_size=131, max_position_embeddings=32, num_experts=4
+    ),
+}
 
 
 class Letters:
@@ -81,8 +90,8 @@ def make_model(name: str, dtype: torch.dtype = torch.float64, **layout: Any) -> 
     """A model with random weights on the ranks of this world, in any layout of training."""
     cut = Layout(**{"dp": 1, **layout})
     rank = dist.get_rank() if dist.is_initialized() else 0
-    mesh = Mesh(rank, tp=cut.tp, cp=cut.cp, dp=cut.dp, pp=cut.pp)
-    model = ParallelModel(MODELS[name], cut, mesh, dtype, torch.device("cpu"), 3)
+    mesh = Mesh(rank, **cut.axes)
+    model = ParallelModel(FAMILIES[name], cut, mesh, dtype, torch.device("cpu"), 3)
     randomise(model, 11)
     return model
 

@@ -32,7 +32,7 @@ OWN = {
     )
 }  # fmt: skip
 OWN |= JSON
-NAMES = ("load", "tp", "pp", "dp", "cp", "device", "dtype", "seq_length", "micro_batch_size")
+NAMES = ("load", "tp", "pp", "dp", "cp", "ep", "device", "dtype", "seq_length", "micro_batch_size")
 SHARED = {n: catalogue()[n] for n in NAMES}
 ROWS = 8  # of a microbatch, unless --micro-batch-size says otherwise
 

@@ -82,8 +82,7 @@ def in_layout(config: RunConfig, world: World) -> RunConfig:
 
 def load(config: RunConfig, world: World, device: Any) -> Loaded:
     """The model that `load` names, in the layout of the config."""
-    layout = config.layout
-    mesh = Mesh(world.rank, tp=layout.tp, cp=layout.cp, dp=layout.dp, pp=layout.pp)
+    mesh = Mesh(world.rank, **config.layout.axes)
     step = find_step(config.checkpoint.load, mesh.group(*AXES))
     foreign = is_foreign(step)
     tokenizer = foreign_tokenizer(config) if foreign else find_tokenizer(config, step, read_manifest(step))

@@ -22,6 +22,7 @@ LAYOUTS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "DP4-ZERO3": (4, "llama", {"dp": 4, "zero": 3}),
     "CP2": (2, "llama", {"cp": 2}),
     "TP2-DP2": (4, "llama", {"tp": 2, "dp": 2}),
+    "EP2-DP2": (2, "mixtral", {"dp": 2, "ep": 2}),
     "PP2-DP2": (4, "llama", {"pp": 2, "dp": 2, "recompute": "full"}),
 }
 
