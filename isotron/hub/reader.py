@@ -7,7 +7,6 @@ nothing is mapped, so that the memory of a process stays what its tensors take.
 from __future__ import annotations
 
 import os
-from collections import OrderedDict
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -17,10 +16,10 @@ from torch import Tensor
 from isotron.core.errors import Problem, Refused, refuse
 from isotron.core.layout import Box, Ints, whole
 from isotron.core.models.hf_names import Mapped
+from isotron.hub.files import OpenFiles
 from isotron.hub.folder import DTYPES, Folder, Stored, open_folder, stored_tensors
 
 BUFFER = 2**24
-OPEN_FILES = 16
 
 
 class HFSource:
@@ -37,7 +36,7 @@ class HFSource:
         table = cfg.layout(cfg.vocab_size)
         self.shapes: dict[str, Ints] = {name: table.rule(name).shape for name in self.mapped}
         self.ignored: list[str] = []
-        self._files: OrderedDict[Path, int] = OrderedDict()
+        self._files = OpenFiles()
         self._match()
         if check_head and self.folder.spelling.HEAD in self.ignored:
             self._check_head()
@@ -77,11 +76,7 @@ class HFSource:
 
     def close(self) -> None:
         """Close all files; reading opens them again."""
-        while self._files:
-            os.close(self._files.popitem()[1])
-
-    def __del__(self) -> None:
-        self.close()
+        self._files.close()
 
     # ---- files -----------------------------------------------------------------------------------------------------
 
@@ -96,15 +91,7 @@ class HFSource:
         if transposed:
             region = Box(region.offset[::-1], region.shape[::-1])
             out = out.t()
-        read_region(self._file(stored.file), stored, region, out)
-
-    def _file(self, file: Path) -> int:
-        if file not in self._files:
-            while len(self._files) >= OPEN_FILES:
-                os.close(self._files.popitem(last=False)[1])
-            self._files[file] = os.open(file, os.O_RDONLY)
-        self._files.move_to_end(file)
-        return self._files[file]
+        read_region(self._files[stored.file], stored, region, out)
 
     # ---- what must hold --------------------------------------------------------------------------------------------
 
@@ -166,7 +153,7 @@ class HFSource:
             pair = []
             for stored in (a, b):
                 pair.append(torch.empty(region.shape, dtype=dtype_of(stored)))
-                read_region(self._file(stored.file), stored, region, pair[-1])
+                read_region(self._files[stored.file], stored, region, pair[-1])
             if not torch.equal(*pair):
                 return False
         return True

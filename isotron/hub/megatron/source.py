@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from collections import OrderedDict
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,11 +14,12 @@ from isotron.core.checkpoint.format import DTYPES
 from isotron.core.errors import Problem, Refused
 from isotron.core.layout import Box, Ints
 from isotron.hub import folder
+from isotron.hub.files import OpenFiles
 from isotron.hub.megatron.args import read_config
 from isotron.hub.megatron.ask import Scanned, scan, step_directory
 from isotron.hub.megatron.names import VOCABULARY, tensors
 from isotron.hub.megatron.stored import Stored
-from isotron.hub.reader import OPEN_FILES, read_region
+from isotron.hub.reader import read_region
 
 
 class MegatronSource:
@@ -30,7 +29,7 @@ class MegatronSource:
     """
 
     def __init__(self, path: str | Path, vocab_size: int = 0) -> None:
-        self._files: OrderedDict[Path, int] = OrderedDict()
+        self._files = OpenFiles()
         self.scanned: Scanned = scan(step_directory(path).resolve())
         self.where = f"the Megatron checkpoint {path}"
         model = read_config(self.scanned.args, self.where)
@@ -82,23 +81,11 @@ class MegatronSource:
                 length = chunk.box.size * width
                 part = folder.Stored(chunk.file, code, chunk.box.shape, chunk.start, chunk.start + length)
                 inside = common.relative_to(chunk.box)
-                read_region(self._file(chunk.file), part, inside, out[common.relative_to(region).slices()])
+                read_region(self._files[chunk.file], part, inside, out[common.relative_to(region).slices()])
 
     def close(self) -> None:
         """Close all files; reading opens them again."""
-        while self._files:
-            os.close(self._files.popitem()[1])
-
-    def __del__(self) -> None:
-        self.close()
-
-    def _file(self, file: Path) -> int:
-        if file not in self._files:
-            while len(self._files) >= OPEN_FILES:
-                os.close(self._files.popitem(last=False)[1])
-            self._files[file] = os.open(file, os.O_RDONLY)
-        self._files.move_to_end(file)
-        return self._files[file]
+        self._files.close()
 
     # ---- what must hold --------------------------------------------------------------------------------------------
 
