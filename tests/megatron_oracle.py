@@ -138,20 +138,11 @@ def read(directory: Path) -> None:
     from megatron.core import dist_checkpointing
 
     step = directory / (directory / "latest_checkpointed_iteration.txt").read_text()
-    args = torch.load(step / "common.pt", weights_only=False)["args"]
+    torch.serialization.add_safe_globals([Namespace])
+    args = torch.load(step / "common.pt", weights_only=True)["args"]
     model = build(args)
     state = dist_checkpointing.load({"model": model.sharded_state_dict()}, str(step))
     model.load_state_dict(state["model"])
-    logits(model, directory)
-
-
-def read_legacy(directory: Path) -> None:
-    """Load this rank's file of the older format."""
-    tp, pp = int(os.environ.get("TP", 1)), int(os.environ.get("PP", 1))
-    name = f"mp_rank_{dist.get_rank() % tp:02d}" + (f"_{dist.get_rank() // tp:03d}" if pp > 1 else "")
-    stored = torch.load(directory / "release" / name / "model_optim_rng.pt", weights_only=False)
-    model = build(stored["args"])
-    model.load_state_dict(stored["model"])
     logits(model, directory)
 
 
@@ -159,5 +150,5 @@ if __name__ == "__main__":
     quiet_cuda()
     place = {"rank": int(os.environ.get("RANK", 0)), "world_size": int(os.environ.get("WORLD_SIZE", 1))}
     dist.init_process_group("gloo", **place, init_method=f"file://{os.environ['MEETING']}")
-    {"write": write, "read": read, "read_legacy": read_legacy}[sys.argv[1]](Path(sys.argv[2]), *sys.argv[3:])
+    {"write": write, "read": read}[sys.argv[1]](Path(sys.argv[2]), *sys.argv[3:])
     dist.destroy_process_group()

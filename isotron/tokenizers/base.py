@@ -10,6 +10,7 @@ import hashlib
 import importlib
 import json
 import shutil
+from abc import ABC, abstractmethod
 from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
@@ -59,7 +60,7 @@ class Tokenizer(Protocol):
         """The descriptor: type, file names with their hashes, and the ids of the special tokens."""
 
 
-class FileTokenizer:
+class FileTokenizer(ABC):
     """The part all tokenizers share: their files, saving, and the way to a worker process.
 
     `files` maps option names to paths; `extras` are further files that belong in a copy. A subclass sets the ids.
@@ -118,9 +119,9 @@ class FileTokenizer:
         """The ids of one text."""
         return self.encode_batch([text])[0]
 
+    @abstractmethod
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         """The ids of each text."""
-        raise NotImplementedError(f"{type(self).__name__} must define encode_batch")
 
     def encode_flat(self, texts: list[str]) -> Flat:
         """The ids of all texts in a row, and the length of each."""

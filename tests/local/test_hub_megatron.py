@@ -89,7 +89,8 @@ def test_written_as_megatrons_and_read_again(name: str, tmp_path: Path, capsys: 
     assert sizes == (2, 2, 256)
     part = zipfile.ZipFile(tmp_path / "m" / "release" / "common.pt")
     assert part.testzip() is None
-    stored = torch.load(tmp_path / "m" / "release" / "common.pt", weights_only=False)
+    with torch.serialization.safe_globals([Namespace]):
+        stored = torch.load(tmp_path / "m" / "release" / "common.pt", weights_only=True)
     assert stored["args"].num_layers == 2 and stored["iteration"] == 0
 
 

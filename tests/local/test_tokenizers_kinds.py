@@ -202,15 +202,14 @@ def test_inspecting_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_sentinels_behind_the_vocabulary(tmp_path: Path) -> None:
-    import pickle
-
     config = TokenizerConfig(tokenizer_model=str(DEMO), vocab_extra_ids=3)
     made, plain = build_tokenizer(config), build_tokenizer(TokenizerConfig(tokenizer_model=str(DEMO)))
     assert (made.vocab_size, made.describe()["extra_ids"], made.eod) == (4099, [4096, 4097, 4098], plain.eod)
     ids = plain.encode("the king")
     assert made.encode("the king") == ids and made.encode_flat(["the king"])[0].tolist() == ids
     assert made.decode([4096, *ids, 4098]) == "<extra_id_0>the king<extra_id_2>"
-    assert pickle.loads(pickle.dumps(made)).describe() == made.describe()
+    build, files = made.__reduce__()  # how it reaches a worker process
+    assert build(*files).describe() == made.describe()
     made.save(tmp_path)
     assert load_tokenizer(tmp_path).describe() == made.describe()
     assert build_tokenizer(TokenizerConfig(tokenizer_model=str(tmp_path))).vocab_size == 4099
