@@ -7,7 +7,7 @@ Source: Jacobs et al. 2023 (DeepSpeed Ulysses); Fang & Zhao 2024 (hierarchical).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import gcd
 from typing import Any
 
@@ -23,31 +23,30 @@ from isotron.core.nn.context import Context
 from isotron.core.parallel.context_ring import Ring, part_of
 from isotron.core.rows import joined, slots
 
+Move = Callable[[Tensor, Group], Tensor]
 
-class _ToHeads(torch.autograd.Function):
+
+class _Moved(torch.autograd.Function):
+    """`there(x)`; the gradient comes `back`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, there: Move, back: Move) -> Tensor:
+        ctx.group, ctx.back = group, back
+        return there(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.back(dx, ctx.group), None, None, None
+
+
+def to_heads(x: Tensor, group: Group) -> Tensor:
     """x_B(nH)SN of the local slots -> x_BH(nS)N of the local heads, slots in rank order."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return _to_heads(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:
-        return _to_slots(dx, ctx.group), None
+    return _Moved.apply(x, group, _to_heads, _to_slots)
 
 
-class _ToSlots(torch.autograd.Function):
+def to_slots(x: Tensor, group: Group) -> Tensor:
     """The other way."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return _to_slots(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:
-        return _to_heads(dx, ctx.group), None
+    return _Moved.apply(x, group, _to_slots, _to_heads)
 
 
 def _to_heads(x: Tensor, group: Group) -> Tensor:
@@ -87,14 +86,14 @@ class Heads(nn.Module):
         copies = n // gcd(k_BKSN.shape[1], n)  # fewer key/value heads than ranks: every rank gets those it needs
         if copies > 1:
             k_BKSN, v_BKSN = (x.repeat_interleave(copies, 1) for x in (k_BKSN, v_BKSN))
-        q, k, v = (_ToHeads.apply(x, self.inner) for x in (q_BHSN, k_BKSN, v_BKSN))
+        q, k, v = (to_heads(x, self.inner) for x in (q_BHSN, k_BKSN, v_BKSN))
         if sinks_H is not None:
             sinks_H = sinks_H.unflatten(0, (n, -1))[self.inner.index]
         if self.outer is not None:
             runs = [joined([part.runs[r] for r in ranks]) for ranks in self.outer.parts]
-            return _ToSlots.apply(self.outer.among(q, k, v, runs, part.cuts, ids, sinks_H), self.inner)
+            return to_slots(self.outer.among(q, k, v, runs, part.cuts, ids, sinks_H), self.inner)
         there = torch.tensor(slots(joined([part.runs[r] for r in self.members])), device=q.device)
         order = torch.argsort(there)
         q, k, v = (x.index_select(2, order) for x in (q, k, v))
         o = self.plain.over(q, k, v, part.cuts, ids, sinks_H).index_select(2, there)
-        return _ToSlots.apply(o, self.inner)
+        return to_slots(o, self.inner)

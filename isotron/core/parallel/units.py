@@ -9,7 +9,7 @@ of a recomputed unit its forward runs again; nothing is dropped in between.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -64,14 +64,14 @@ class Units:
         if self.prefetch and not any(u.in_backward for u in self._order):
             for after in self._order[self._place[id(unit)] + 1 :][:1]:
                 after.start()
-        return _Enter.apply(x, self, unit) if unit.lookback and x.requires_grad else x
+        return _Hook.apply(x, self.end_backward, unit) if unit.lookback and x.requires_grad else x
 
     def leave(self, name: str, y: Tensor) -> Tensor:
         """y, which came out of the unit."""
         unit = self.units[name]
         if not unit.in_backward:
             unit.drop()
-        return _Leave.apply(y, self, unit) if unit.lookback and y.requires_grad else y
+        return _Hook.apply(y, self.begin_backward, unit) if unit.lookback and y.requires_grad else y
 
     def hold(self, wanted: bool) -> None:
         """All weights of the stage come and stay, or go."""
@@ -102,27 +102,15 @@ class Units:
             self.end_backward(unit)
 
 
-class _Enter(torch.autograd.Function):
+class _Hook(torch.autograd.Function):
+    """x itself; in the backward `act(unit)` is called when its gradient arrives."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, units: Units, unit: Unit) -> Tensor:
-        ctx.where = units, unit
+    def forward(ctx: Any, x: Tensor, act: Callable[[Unit], None], unit: Unit) -> Tensor:
+        ctx.act, ctx.unit = act, unit
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor | None, ...]:
-        units, unit = ctx.where
-        units.end_backward(unit)
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None, None]:
+        ctx.act(ctx.unit)
         return dx, None, None
-
-
-class _Leave(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, units: Units, unit: Unit) -> Tensor:
-        ctx.where = units, unit
-        return y.view_as(y)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        units, unit = ctx.where
-        units.begin_backward(unit)
-        return dy, None, None
