@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
+from typing import Any
 
 from isotron.core.models.gpt_config import GPTConfig
 from isotron.core.models.llama_config import LlamaConfig
@@ -96,3 +98,9 @@ def faults(found: Measured, reference: Measured, tolerance: float = 1e-9) -> lis
     bad = [row for row in compare(found, reference, tolerance) if not row.passes]
     bad.sort(key=lambda row: -row.difference / row.scale)
     return [f"{row.what}: {row.difference:.3g} of {row.scale:.3g}" for row in bad]
+
+
+def equals_one_process(ranks: Callable[..., list[Any]], case: Case, name: str) -> None:
+    """The matrix's judgement of a case: nothing differs from one process."""
+    bad = faults(ranks(case.layout.world, measure, case, timeout=120)[0], reference_of(case))
+    assert not bad, f"{name}: {len(bad)} rows differ from one process, worst first\n" + "\n".join(bad[:8])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -26,12 +25,7 @@ MODEL = LlamaConfig(4, 32, 4, 2, 0, 48, 131, 16)
 PLAIN = Case(MODEL, Layout(dp=1, make_vocab_size_divisible_by=8), 16, 2, 4, steps=2, dtype="float32")
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def with_layout(case: Case, **leaves: Any) -> Case:

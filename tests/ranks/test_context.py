@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
-from isotron.train.verify import measure
 from tests.context_matrix import AXES, case_of, legal
 from tests.covering import Case as Choice
 from tests.covering import covering, product_of, uncovered
-from tests.matrix import faults, reference_of
+from tests.matrix import equals_one_process
 
 PAIRS = covering(AXES, legal)
 
@@ -21,10 +20,7 @@ def name_of(choice: Choice) -> str:
 
 
 def check(ranks: Callable[..., list[Any]], choice: Choice) -> None:
-    case = case_of(choice)
-    found = ranks(case.layout.world, measure, case, timeout=120)[0]
-    bad = faults(found, reference_of(case))
-    assert not bad, f"{name_of(choice)}: {len(bad)} rows differ from one process, worst first\n" + "\n".join(bad[:8])
+    equals_one_process(ranks, case_of(choice), name_of(choice))
 
 
 def test_every_pair_of_features_is_covered() -> None:

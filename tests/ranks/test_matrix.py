@@ -5,27 +5,20 @@ Pairs of features are covered here; `--slow` runs the full product.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 
-from isotron.train.verify import measure
 from tests.covering import Case as Choice
 from tests.covering import covering, product_of, uncovered
-from tests.matrix import AXES, LAYOUTS, case_of, faults, legal, reference_of
+from tests.matrix import AXES, LAYOUTS, case_of, equals_one_process, legal
 
 PAIRS = covering(AXES, legal)
 REST = [choice for choice in product_of(AXES, legal) if choice not in PAIRS]
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def world_of(choice: Choice) -> int:
@@ -38,10 +31,7 @@ def name_of(choice: Choice) -> str:
 
 
 def check(ranks: Callable[..., list[Any]], choice: Choice) -> None:
-    case = case_of(choice)
-    found = ranks(case.layout.world, measure, case, timeout=120)[0]
-    bad = faults(found, reference_of(case))
-    assert not bad, f"{name_of(choice)}: {len(bad)} rows differ from one process, worst first\n" + "\n".join(bad[:8])
+    equals_one_process(ranks, case_of(choice), name_of(choice))
 
 
 def test_every_pair_of_features_is_covered() -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from isotron.core.models.llama_config import LlamaConfig
 from isotron.core.optim.config import OptimConfig
@@ -18,7 +17,7 @@ from isotron.planner.parameters import count_parameters, rank_stages
 from isotron.train.verify import Case, measure
 from tests.covering import Case as Choice
 from tests.covering import covering, product_of, uncovered
-from tests.matrix import MODELS, faults, reference_of
+from tests.matrix import MODELS, equals_one_process, faults, reference_of
 from tests.ranks.bodies import build
 from tests.ranks.zero_bodies import (
     built_from_nothing,
@@ -37,12 +36,7 @@ from tests.zero_matrix import MODELS as ZERO_MODELS
 PAIRS = covering(AXES, legal)
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def name_of(choice: Choice) -> str:
@@ -50,10 +44,7 @@ def name_of(choice: Choice) -> str:
 
 
 def check(ranks: Callable[..., list[Any]], choice: Choice) -> None:
-    case = case_of(choice)
-    found = ranks(case.layout.world, measure, case, timeout=120)[0]
-    bad = faults(found, reference_of(case))
-    assert not bad, f"{name_of(choice)}: {len(bad)} rows differ from one process, worst first\n" + "\n".join(bad[:8])
+    equals_one_process(ranks, case_of(choice), name_of(choice))
 
 
 def test_every_pair_of_features_is_covered() -> None:
