@@ -24,7 +24,8 @@ from isotron.core.parallel.plan import Layout
 from isotron.data.indexed import IndexedDataset
 from isotron.evaluate.model import ModelScorer
 from isotron.evaluate.rows import Row
-from isotron.inference.generate import find_step, loaded_model
+from isotron.inference.generate import loaded_model
+from isotron.inference.session import find_step
 
 NEEDLE, PROMPT = 16, 4
 

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from isotron.config.schema import RunConfig, changed
-from isotron.core import device as devices
+from isotron.config.schema import RunConfig
 from isotron.core.checkpoint.format import read_manifest
-from isotron.core.errors import refuse
-from isotron.core.mesh import AXES, Mesh
 from isotron.core.parallel.model import ParallelModel
 from isotron.evaluate.examples import write_examples
 from isotron.evaluate.harness import harness
@@ -24,17 +21,16 @@ from isotron.evaluate.tasks import HARNESS, evaluate
 from isotron.hub.folder import end_tokens
 from isotron.hub.foreign import is_foreign
 from isotron.hub.opened import ORIGIN
-from isotron.inference.config import Ending, Sampling, Wish, inference_layout
+from isotron.inference.config import Ending, Sampling, Wish
 from isotron.inference.engine import Engine
 from isotron.inference.generate import (
     continuation,
-    find_step,
     find_tokenizer,
     foreign_tokenizer,
     loaded_model,
     with_sizes,
 )
-from isotron.launch import World, from_environment, init_distributed, shutdown
+from isotron.inference.session import Session, session
 from isotron.tokenizers.base import Tokenizer
 
 
@@ -55,38 +51,22 @@ class Loaded:
 
 def main(config: RunConfig, options: Mapping[str, Any]) -> int:
     """Run the tasks and print them on rank 0; returns the exit code."""
-    world = from_environment() or World()
-    config = in_layout(config, world)
-    device = devices.resolve(config.train.device, world.local_rank)
-    init_distributed(world, device)
-    try:
-        loaded = load(config, world, device)
+    with session(config, replicas=True) as rank:
+        loaded = load(rank)
         if options["examples_to"]:
-            return _write(loaded, config, options, world.rank == 0)
-        results = [r for name, path in options["task"] for r in run_task(loaded, config, options, name, path)]
-        if world.rank == 0:
+            return _write(loaded, rank.config, options, rank.speaks)
+        results = [r for name, path in options["task"] for r in run_task(loaded, rank.config, options, name, path)]
+        if rank.speaks:
             print(_as_json(loaded.step, results) if options["json"] else table(results), flush=True)
         return 0
-    finally:
-        shutdown()
 
 
-def in_layout(config: RunConfig, world: World) -> RunConfig:
-    """The config without what only training needs; refuses a world of another size."""
-    layout = replace(inference_layout(config.layout), dp=max(config.layout.dp, 1))
-    if world.size != layout.world:
-        asked = f"a layout of {layout.world} processes on {world.size}"
-        raise refuse(asked, "--tp x --pp x --dp x --cp processes are needed", f"start {layout.world} processes")
-    return changed(config, **{leaf: getattr(layout, leaf) for leaf in layout.__dataclass_fields__})
-
-
-def load(config: RunConfig, world: World, device: Any) -> Loaded:
-    """The model that `load` names, in the layout of the config."""
-    mesh = Mesh(world.rank, **config.layout.axes)
-    step = find_step(config.checkpoint.load, mesh.group(*AXES))
+def load(rank: Session) -> Loaded:
+    """The model that a session reads, with its tokenizer."""
+    config, step = rank.config, rank.step
     foreign = is_foreign(step)
     tokenizer = foreign_tokenizer(config) if foreign else find_tokenizer(config, step, read_manifest(step))
-    model = loaded_model(with_sizes(config, tokenizer), step, mesh, device)
+    model = loaded_model(with_sizes(config, tokenizer), step, rank.mesh, rank.device)
     from_library = (step if foreign else step / ORIGIN).is_dir()
     return Loaded(model, tokenizer, step, tuple(tokenizer.prefix) if from_library else ())
 

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isotron.commands.evaluate_rank import Loaded, in_layout, load
+from isotron.commands.evaluate_rank import Loaded, load
 from isotron.commands.score import as_text
 from isotron.config.schema import RunConfig
-from isotron.core import device as devices
 from isotron.core.errors import refuse
 from isotron.core.parallel.model import ParallelModel
 from isotron.evaluate.model import ModelScorer
@@ -20,29 +19,23 @@ from isotron.evaluate.rows import Row
 from isotron.inference.plan import Span
 from isotron.inference.runner import Runner
 from isotron.inference.sampling import own_logprobs
-from isotron.launch import World, from_environment, init_distributed, shutdown
+from isotron.inference.session import session
 
 TOGETHER = 8  # texts that go through the cache at a time
 
 
 def main(config: RunConfig, options: Mapping[str, Any]) -> int:
     """Score the texts and print them on rank 0; returns the exit code."""
-    world = from_environment() or World()
-    config = in_layout(config, world)
-    device = devices.resolve(config.train.device, world.local_rank)
-    init_distributed(world, device)
-    try:
-        rows = score(load(config, world, device), options["text"], options["chunk"], options["page"])
+    with session(config, replicas=True) as rank:
+        rows = score(load(rank), options["text"], options["chunk"], options["page"])
         largest = max(row["max_difference"] for row in rows)
-        if world.rank == 0 and options["json"]:
+        if rank.speaks and options["json"]:
             for row in rows:
                 print(json.dumps(row, ensure_ascii=False))
             print(json.dumps({"max_difference": largest}), flush=True)
-        elif world.rank == 0:
+        elif rank.speaks:
             print(as_text(rows, largest), flush=True)
         return int(0 < options["tolerance"] < largest)
-    finally:
-        shutdown()
 
 
 def score(loaded: Loaded, texts: Sequence[str], chunk: int, page: int) -> list[dict[str, Any]]:

@@ -13,23 +13,21 @@ from typing import Any
 from isotron.config.load import read
 from isotron.config.resume import find_checkpoint
 from isotron.config.schema import RunConfig, changed, from_dict
-from isotron.core import comm
 from isotron.core import device as devices
 from isotron.core.checkpoint.format import Manifest, read_manifest
 from isotron.core.checkpoint.load import Source
-from isotron.core.checkpoint.locate import find
 from isotron.core.checkpoint.weights import load_weights
 from isotron.core.errors import refuse
-from isotron.core.mesh import AXES, Group, Mesh
+from isotron.core.mesh import AXES, Mesh
 from isotron.core.parallel.model import ParallelModel
 from isotron.hub.folder import end_tokens
 from isotron.hub.foreign import foreign_source, is_foreign
 from isotron.hub.opened import ORIGIN
 from isotron.inference.beam import Beams, search
-from isotron.inference.config import Ending, EngineConfig, Sampling, Wish, inference_layout
+from isotron.inference.config import Ending, EngineConfig, Sampling, Wish
 from isotron.inference.engine import Engine
 from isotron.inference.row import Row
-from isotron.launch import World, from_environment, init_distributed, shutdown
+from isotron.inference.session import find_step, session, without_training
 from isotron.tokenizers.base import DESCRIPTOR, Tokenizer
 from isotron.tokenizers.build import build_tokenizer, load_tokenizer
 from isotron.tokenizers.config import TokenizerConfig
@@ -50,37 +48,15 @@ def main(config: RunConfig, options: Mapping[str, Any]) -> int:
     prompts, max_new_tokens, temperature, top_k, top_p, seed, ignore_eos, json, and those of DEFAULTS.
     A model from Hugging Face ends at every token that its generation config names, and begins as its tokenizer says.
     """
-    world = from_environment() or World()
     options = {**DEFAULTS, **options}
-    config = changed(config, **_layout_leaves(config))
-    if world.size != config.layout.world:
-        raise refuse(
-            f"--tp {config.layout.tp} --pp {config.layout.pp} on {world.size} processes",
-            f"this layout takes {config.layout.world}",
-            f"start {config.layout.world} processes, or --tp {world.size} --pp 1",
-        )
-    device = devices.resolve(config.train.device, world.local_rank)
-    init_distributed(world, device)
-    try:
-        mesh = Mesh(world.rank, **config.layout.axes)
-        step = find_step(config.checkpoint.load, mesh.group(*AXES))
-        engine = open_engine(config, step, mesh, device, engine_config(options), options["draft"])
+    with session(config) as rank:
+        step = rank.step
+        engine = open_engine(rank.config, step, rank.mesh, rank.device, engine_config(options), options["draft"])
         origin = step if is_foreign(step) else step / ORIGIN
         results = continue_texts(engine, {**options, "ends": end_tokens(origin), "origin": origin.is_dir()})
-        if world.rank == 0:
+        if rank.speaks:
             print(as_json(step, results) if options["json"] else as_text(results), flush=True)
         return 0
-    finally:
-        shutdown()
-
-
-def find_step(path: str, world: Group, option: str = "--load") -> Path:
-    """The step or foreign checkpoint to load, as rank 0 sees it."""
-    step = (Path(path) if is_foreign(path) else find(path)) if world.index == 0 else None
-    chosen = comm.broadcast_json(None if step is None else str(step), world)
-    if chosen is None:
-        raise refuse(f"{option} {path}", "there is no complete checkpoint", f"{option} with the directory of a run")
-    return Path(chosen)
 
 
 def engine_config(options: Mapping[str, Any]) -> EngineConfig:
@@ -104,7 +80,7 @@ def open_engine(
         base = config_of(found)
         same = {"tp": config.layout.tp, "pp": config.layout.pp, "dp": 1, "dtype": config.train.dtype, "ep": 1, "etp": 0}
         base = changed(base, **same, sequence_parallel=False)
-        base = changed(base, **_layout_leaves(base))
+        base = without_training(base)
         smaller = loaded_model(with_sizes(base, tokenizer), found, mesh, device)
     return Engine(model, tokenizer, how, smaller)
 
@@ -151,11 +127,6 @@ def find_tokenizer(config: RunConfig, step: Path, manifest: Manifest) -> Tokeniz
     if config.tokenizer.tokenizer_type == "auto" and config.tokenizer == TokenizerConfig():
         return NullTokenizer(config.model.vocab_size)  # a run on mock data has none
     return build_tokenizer(config.tokenizer, config.model.vocab_size)
-
-
-def _layout_leaves(config: RunConfig) -> dict[str, Any]:
-    layout = inference_layout(config.layout)
-    return {leaf: getattr(layout, leaf) for leaf in layout.__dataclass_fields__}
 
 
 # ---- texts ---------------------------------------------------------------------------------------------------------

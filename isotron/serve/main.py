@@ -10,17 +10,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from isotron.config.schema import RunConfig, changed
-from isotron.core import device as devices
+from isotron.config.schema import RunConfig
 from isotron.core.errors import refuse
-from isotron.core.mesh import AXES, Mesh
 from isotron.hub.folder import end_tokens
 from isotron.hub.foreign import is_foreign
 from isotron.hub.opened import ORIGIN
-from isotron.inference.config import inference_layout
 from isotron.inference.engine import Engine
-from isotron.inference.generate import DEFAULTS, engine_config, find_step, open_engine
-from isotron.launch import World, from_environment, init_distributed, shutdown
+from isotron.inference.generate import DEFAULTS, engine_config, open_engine
+from isotron.inference.session import session
 from isotron.serve.app import Server, build
 from isotron.serve.chat import find_template
 from isotron.serve.config import Limits
@@ -33,28 +30,17 @@ CACHE_BYTES = 2 << 30  # of a rank, unless --cache-tokens says otherwise
 
 def main(config: RunConfig, options: Mapping[str, Any]) -> int:
     """Serve until told to stop; returns the exit code."""
-    world = from_environment() or World()
     options = {**DEFAULTS, **options}
-    layout = inference_layout(config.layout)
-    config = changed(config, **{leaf: getattr(layout, leaf) for leaf in layout.__dataclass_fields__})
-    if world.size != config.layout.world:
-        asked = f"--tp {config.layout.tp} --pp {config.layout.pp} on {world.size} processes"
-        raise refuse(asked, f"this layout takes {config.layout.world}", f"start {config.layout.world} processes")
-    device = devices.resolve(config.train.device, world.local_rank)
-    init_distributed(world, device)
-    try:
-        mesh = Mesh(world.rank, **config.layout.axes)
-        step = find_step(config.checkpoint.load, mesh.group(*AXES))
-        engine = open_engine(config, step, mesh, device, engine_config(options), options["draft"])
+    with session(config) as rank:
+        how = engine_config(options)
+        engine = open_engine(rank.config, rank.step, rank.mesh, rank.device, how, options["draft"])
         tokens = options["cache_tokens"] or default_cache(engine)
-        if world.rank == 0:
-            return serve(engine, step, tokens, options)
+        if rank.speaks:
+            return serve(engine, rank.step, tokens, options)
         for number in (signal.SIGTERM, signal.SIGINT):  # rank 0 says when it is over
             signal.signal(number, signal.SIG_IGN)
         follow(engine, tokens)
         return 0
-    finally:
-        shutdown()
 
 
 def default_cache(engine: Engine) -> int:

@@ -138,7 +138,7 @@ def test_the_end_of_a_document_is_not_printed(tmp_path, capsys, monkeypatch):
 
 def test_refusals(tmp_path):
     step = save_run("gpt", tmp_path)
-    with pytest.raises(Refused, match="on 1 processes"):
+    with pytest.raises(Refused, match="a layout of 2 processes on 1"):
         generate.main(changed(config_of(step), tp=2), OPTIONS)
     (tmp_path / "empty").mkdir()
     with pytest.raises(Refused, match="no complete checkpoint"):
