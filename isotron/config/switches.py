@@ -11,26 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from isotron.config.argv import Given
-from isotron.config.schema import DEFAULT_FAMILY, PRESETS
+from isotron.config.schema import DEFAULT_FAMILY, MODELS, PRESETS
 from isotron.core.errors import Problem
 
 # feature -> what each family has; Megatron's defaults are the GPT column.
-_LLAMA_LIKE = (
-    "llama",
-    "mistral",
-    "mixtral",
-    "gemma2",
-    "gemma3",
-    "olmo2",
-    "phi3",
-    "qwen2",
-    "qwen2_moe",
-    "qwen3",
-    "qwen3_moe",
-    "deepseek_moe",
-    "deepseek_v2",
-    "deepseek_v3",
-)
 _SWITCHES: dict[str, tuple[str, str, str]] = {  # as in gpt, in families built like llama, in neox
     "@positions": ("learned_absolute", "rope", "rope"),
     "@norm": ("LayerNorm", "RMSNorm", "LayerNorm"),
@@ -38,7 +22,7 @@ _SWITCHES: dict[str, tuple[str, str, str]] = {  # as in gpt, in families built l
     "@bias": ("on", "off", "on"),
 }
 FEATURES: dict[str, dict[str, str]] = {
-    switch: {"gpt": gpt, **dict.fromkeys(_LLAMA_LIKE, llama), "neox": neox}
+    switch: {**dict.fromkeys(MODELS, llama), "gpt": gpt, "neox": neox}
     for switch, (gpt, llama, neox) in _SWITCHES.items()
 }
 FEATURES["@mlp"] |= {"gemma2": "geglu", "gemma3": "geglu"}

@@ -13,10 +13,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from isotron.commands.convert import run_meta
+from isotron.config.schema import MODELS
 from isotron.core.errors import Refused
 from isotron.core.layout import Box
 from isotron.hub import convert as conversion
 from isotron.hub.convert import convert
+from isotron.hub.families import FAMILIES, spelling_of
 from isotron.hub.folder import INDEX, open_folder, stored_tensors
 from isotron.hub.reader import HFSource
 from tests.hf_twins import TWINS, save
@@ -336,3 +338,7 @@ def test_requests_that_cannot_be(words: list[str], parts: list[str]) -> None:
     with pytest.raises(Refused) as refused:
         command.run(words)
     assert all(part in str(refused.value) for part in parts) and refused.value.exit_code == 2
+
+
+def test_every_family_has_a_spelling() -> None:
+    assert sorted(FAMILIES) == sorted(MODELS) and all(spelling_of(f).CONFIG is MODELS[f] for f in FAMILIES)
