@@ -57,6 +57,7 @@ class Encoder:
     keep_newlines: bool = False
     most: int = 0
 
+    @np.errstate(all="raise")  # a number that does not fit ends the job, also as a mere warning
     def __call__(self, batch: RecordBatch) -> Encoded:
         """The documents of a batch, in order. A text without anything but white space is empty and left out."""
         rows: list[list[str]] = []

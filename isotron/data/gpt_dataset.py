@@ -12,10 +12,12 @@ from typing import Any, Protocol
 import numpy as np
 
 from isotron.core.errors import refuse
-from isotron.data.gpt_index import Indexes, build_indexes
-from isotron.data.index_cache import IndexCache
+from isotron.data.gpt_index import Indexes, build_indexes, plan_epochs
+from isotron.data.index_cache import Expected, IndexCache
 from isotron.data.indexed import IndexedDataset, bin_path, idx_path
 from isotron.data.rows import Tokens
+
+ENTRIES_PER_S = 2e7  # of an index, measured on one core
 
 
 class Dataset(Protocol):
@@ -70,7 +72,12 @@ class GPTDataset:
             "seq_length": self.seq_length,
             "seed": seed,
         }
-        return Indexes(**cache.get(description, lambda: vars(build())))
+        plan = plan_epochs(self.tokens_per_epoch, num_samples, self.seq_length)
+        entries = len(self.documents) * plan.epochs + 3 * plan.samples
+        epochs = f"{plan.epochs:,} epoch{'s' if plan.epochs > 1 else ''}"
+        what = f"{len(self.documents):,} documents, {epochs}, {plan.samples:,} samples"
+        expected = Expected(4 * entries, entries / ENTRIES_PER_S, what)
+        return Indexes(**cache.get(description, expected, lambda: vars(build())))
 
     def __len__(self) -> int:
         return len(self.indexes.shuffle)

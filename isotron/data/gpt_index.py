@@ -9,7 +9,7 @@ sequence length and sample count: the order of the random draws matters, do not 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -53,6 +53,12 @@ def plan_epochs(tokens_per_epoch: int, num_samples: int | None, seq_length: int)
     return Plan(epochs, samples, before, num_samples - before < int(LAST_EPOCH * per_epoch))
 
 
+def integers(most: int) -> type[np.signedinteger[Any]]:
+    """The integers that count to `most`: of 32 bits as Megatron's, where they do."""
+    return np.int32 if most <= np.iinfo(np.int32).max else np.int64
+
+
+@np.errstate(all="raise")
 def build_indexes(lengths: Ints, documents: range, num_samples: int | None, seq_length: int, seed: int) -> Indexes:
     """The three indexes over `documents` (numbers into `lengths`, which are in tokens)."""
     tokens_per_epoch = int(np.sum(lengths[documents.start : documents.stop], dtype=np.int64))
@@ -64,8 +70,7 @@ def build_indexes(lengths: Ints, documents: range, num_samples: int | None, seq_
 
 
 def _document_index(documents: range, plan: Plan, random: np.random.RandomState) -> Ints:
-    kind = np.int32 if documents.stop <= np.iinfo(np.int32).max else np.int64
-    once: Ints = np.arange(documents.start, documents.stop, dtype=kind)
+    once: Ints = np.arange(documents.start, documents.stop, dtype=integers(documents.stop))
     if not plan.separate:
         every = np.tile(once, plan.epochs)
         random.shuffle(every)
@@ -80,8 +85,7 @@ def _sample_index(lengths: Ints, document: Ints, samples: int, seq_length: int) 
     """Where each sample starts: the document that holds stream position i * seq_length."""
     sizes = lengths[document].astype(np.int64)
     ends = np.cumsum(sizes)
-    kind = np.int32 if max(len(document), int(sizes.max())) <= np.iinfo(np.int32).max else np.int64
-    index: Ints = np.empty((samples + 1, 2), dtype=kind)
+    index: Ints = np.empty((samples + 1, 2), dtype=integers(max(len(document), int(sizes.max()))))
     block = 1 << 22  # keeps the 64-bit temporaries small beside the index itself
     for start in range(0, samples + 1, block):
         positions: Ints = np.arange(start, min(start + block, samples + 1), dtype=np.int64) * seq_length

@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -23,6 +24,15 @@ KEEP = 1 << 20  # bytes: a smaller entry is quicker to build than to find, and w
 VERSION = 1  # of the algorithms: part of every description
 
 
+@dataclass(frozen=True)
+class Expected:
+    """What an entry will take, for the log and for whether it is kept: bytes, seconds, and what it is made of."""
+
+    nbytes: int
+    seconds: float
+    what: str
+
+
 class IndexCache:
     """Arrays by description in one directory, entries of at least KEEP bytes.
 
@@ -32,17 +42,18 @@ class IndexCache:
     def __init__(self, directory: str | Path, log: Callable[[str], None], required: bool = False) -> None:
         self.directory, self.log, self.required = Path(directory), log, required
 
-    def get(self, description: dict[str, Any], build: Callable[[], Arrays]) -> Arrays:
+    def get(self, description: dict[str, Any], expected: Expected, build: Callable[[], Arrays]) -> Arrays:
         """The arrays that `description` stands for: mapped from disk, or built now and stored."""
         text = json.dumps(description | {"version": VERSION}, sort_keys=True, indent=1)
         key = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
         arrays = self._load(key, text)
         if arrays is not None:
             return arrays
+        if expected.nbytes < KEEP:
+            return build()
+        named = f"{description.get('prefix', 'the blend')}: {expected.what}, {expected.nbytes / 1e6:,.1f} MB"
+        self.log(f"building the index of {named}, about {expected.seconds:,.0f} s; to be kept in {self.directory}")
         arrays = build()
-        if sum(array.nbytes for array in arrays.values()) < KEEP:
-            return arrays
-        self.log(f"built the index of {description.get('prefix', 'the blend')}, to be kept in {self.directory}")
         try:
             self._store(key, text, arrays)
         except OSError as error:

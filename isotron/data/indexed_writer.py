@@ -229,6 +229,7 @@ def _blocks(path: Path) -> Iterator[npt.NDArray[np.int32]]:
             yield np.frombuffer(raw, "<i4")
 
 
+@np.errstate(all="raise")
 def merge(prefixes: Sequence[str | Path], output: str | Path) -> None:
     """Join pairs into one: byte for byte what preprocessing the joined inputs gives.
 

@@ -14,6 +14,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from isotron.core.errors import Problem, Refused, refuse
 from isotron.data.encode import Encoder
 from isotron.data.indexed_writer import IndexedWriter
@@ -65,6 +67,7 @@ class Summary:
         )
 
 
+@np.errstate(all="raise")  # a number that does not fit ends the job, also as a mere warning
 def preprocess(
     inputs: Sequence[str | Path],
     output_prefix: str | Path,
