@@ -110,6 +110,19 @@ def index_building(documents: int, tokens: int) -> list[dict[str, Any]]:
             {"what": "of it the sample index", "seconds": time.perf_counter() - began}]  # fmt: skip
 
 
+def blending(sources: int, samples: int) -> list[dict[str, Any]]:
+    """Seconds for the order of a blend."""
+    import numpy as np
+
+    from isotron.data.blend import normalized
+    from isotron.data.blend_order import blend_order
+
+    shares = normalized(list(np.random.RandomState(0).rand(sources) ** 2 + 1e-6))
+    began = time.perf_counter()
+    blend_order(shares, samples)
+    return [{"what": f"blend of {sources:,} sources, {samples:,} samples", "seconds": time.perf_counter() - began}]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--megabytes", type=int, default=50)
@@ -127,6 +140,7 @@ def main() -> None:
                      place / f"{size}", args.workers))} for size in (100, 200)]  # fmt: skip
         else:
             rows = preprocessing(args.megabytes, args.workers, place) + index_building(1_000_000, 1_000_000_000)
+            rows += blending(4, 1_000_000) + blending(4_000, 1_000_000)
     for row in rows:
         print(json.dumps({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()}))
 

@@ -1,7 +1,8 @@
-"""Blending several datasets: which sample comes from which, and how a `--data-path` is read. PURE.
+"""Blending several datasets, and how a `--data-path` is read. PURE.
 
-Weights are shares of samples. The order is Megatron's greedy one: sample t comes from the dataset that lags most behind
-its share of the t samples before it, so every prefix of the order keeps the shares to within about one sample.
+Weights are shares of samples. The order (`blend_order`) is Megatron's greedy one: sample t comes from the dataset that
+lags most behind its share of the t samples before it, so every prefix of the order keeps the shares to within about
+one sample.
 """
 
 from __future__ import annotations
@@ -69,32 +70,6 @@ def normalized(weights: Sequence[float]) -> list[float]:
     """The weights divided by their sum."""
     values = np.asarray(weights, dtype=np.float64)
     return [float(share) for share in values / np.sum(values)]
-
-
-def blend_order(shares: Sequence[float], size: int) -> tuple[npt.NDArray[np.integer], npt.NDArray[np.int64]]:
-    """(dataset, sample of that dataset) for each of `size` samples; ties go to the first dataset."""
-    count = len(shares)
-    which: npt.NDArray[np.integer] = np.empty(size, dtype=np.int16 if count < 32767 else np.int32)
-    within: npt.NDArray[np.int64] = np.empty(size, dtype=np.int64)
-    weights = np.asarray(shares, dtype=np.float64)
-    if count > 16:
-        drawn: npt.NDArray[np.int64] = np.zeros(count, dtype=np.int64)
-        for t in range(size):
-            which[t] = chosen = int(np.argmax(weights * float(max(t, 1)) - drawn))
-            within[t] = drawn[chosen]
-            drawn[chosen] += 1
-        return which, within
-    plain, taken, numbers = weights.tolist(), [0] * count, range(1, count)
-    for t in range(size):
-        scale, chosen = float(t or 1), 0
-        most = plain[0] * scale - taken[0]
-        for k in numbers:
-            lag = plain[k] * scale - taken[k]
-            if lag > most:
-                most, chosen = lag, k
-        which[t], within[t] = chosen, taken[chosen]
-        taken[chosen] += 1
-    return which, within
 
 
 def targets(shares: Sequence[float], size: int, surplus: float = 0.0) -> list[int]:

@@ -20,11 +20,11 @@ from isotron.data.blend import (
     BlendedDataset,
     ChainedDataset,
     Sources,
-    blend_order,
     normalized,
     read_sources,
     targets,
 )
+from isotron.data.blend_order import blend_order
 from isotron.data.config import DataConfig
 from isotron.data.fim import FimDataset, fim_tokens
 from isotron.data.gpt_dataset import Dataset, GPTDataset, split_documents

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from isotron.core.errors import Refused
-from isotron.data.blend import blend_order, find_prefixes, normalized
+from isotron.data import blend_order as orders
+from isotron.data.blend import find_prefixes, normalized
+from isotron.data.blend_order import blend_order
 from isotron.data.build import build_datasets, build_segments, count_sources
 from isotron.data.config import DataConfig
 from isotron.data.gpt_dataset import Dataset, GPTDataset, split_documents
@@ -113,14 +115,22 @@ def test_every_prefix_of_a_blend_keeps_the_shares(weights: list[float]) -> None:
         assert within[which == k].tolist() == list(range(int(drawn[-1, k])))
 
 
-def test_more_than_sixteen_sources_follow_the_same_rule() -> None:
-    shares = normalized(list(range(1, 21)))
-    taken, order = [0] * 20, []
+@pytest.mark.parametrize(("sources", "power"), [(20, 1.0), (60, 0.0), (60, 1.0), (60, 5.0)])
+@pytest.mark.parametrize(("block", "candidates"), [(4, 8), (16, 16), (128, 512)])
+def test_many_sources_follow_the_same_rule(
+    sources: int, power: float, block: int, candidates: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is looked at: the largest lag, the first of several (power 0: all weights are equal)."""
+    monkeypatch.setattr(orders, "BLOCK", block)
+    monkeypatch.setattr(orders, "CANDIDATES", candidates)
+    shares = normalized([(1 + k * 37 % sources) ** power for k in range(sources)])
+    taken, order = [0] * sources, []
     for t in range(500):
         lags = [w * max(t, 1) - n for w, n in zip(shares, taken, strict=True)]
-        order.append(lags.index(max(lags)))
-        taken[order[-1]] += 1
-    assert blend_order(shares, 500)[0].tolist() == order
+        order.append((lags.index(max(lags)), taken[lags.index(max(lags))]))
+        taken[order[-1][0]] += 1
+    which, within = blend_order(shares, 500)
+    assert list(zip(which.tolist(), within.tolist(), strict=True)) == order
 
 
 def test_blends_draw_from_every_source_and_wrap(tmp_path: Path) -> None:
