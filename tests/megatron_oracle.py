@@ -1,7 +1,7 @@
 """Run by the Python that has megatron-core: its GPT model on CPUs, written by it to a checkpoint, or read from one.
 
     python megatron_oracle.py write DIR KIND     a model with random weights, its logits in DIR/logits.npy
-    python megatron_oracle.py read DIR           loads DIR/release as Megatron does; logits in DIR/logits.npy
+    python megatron_oracle.py read DIR           loads DIR/release as Megatron does, in either format; the same
 
 KIND names an entry of `MODELS`. RANK, WORLD_SIZE, TP and PP come from the environment; gloo on CPUs. Megatron asks
 CUDA a few questions on the way to a file; they are answered here.
@@ -139,9 +139,14 @@ def read(directory: Path) -> None:
 
     step = directory / (directory / "latest_checkpointed_iteration.txt").read_text()
     torch.serialization.add_safe_globals([Namespace])
-    args = torch.load(step / "common.pt", weights_only=True)["args"]
-    model = build(args)
-    state = dist_checkpointing.load({"model": model.sharded_state_dict()}, str(step))
+    tp, pp, rank = int(os.environ.get("TP", 1)), int(os.environ.get("PP", 1)), dist.get_rank()
+    legacy = step / (f"mp_rank_{rank % tp:02d}" + (f"_{rank // tp:03d}" if pp > 1 else "")) / "model_optim_rng.pt"
+    if legacy.is_file():
+        state = torch.load(legacy, weights_only=True)
+        model = build(state["args"])
+    else:
+        model = build(torch.load(step / "common.pt", weights_only=True)["args"])
+        state = dist_checkpointing.load({"model": model.sharded_state_dict()}, str(step))
     model.load_state_dict(state["model"])
     logits(model, directory)
 

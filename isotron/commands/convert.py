@@ -17,11 +17,23 @@ from isotron.core.errors import Problem, Refused
 
 _DTYPES = ("", "float64", "float32", "bfloat16", "float16")
 OWN = {
-    "to": Option("to", "str", "", "what DST will be", choices=("isotron", "hf", "megatron")),
-    "tp": Option(
-        "tp", "int", 1, "megatron: tensor-parallel size that its arguments name, and that its vocabulary fits"
+    "to": Option(
+        "to",
+        "str",
+        "",
+        "what DST will be; not needed to rewrite a Megatron checkpoint for --tp and --pp",
+        choices=("isotron", "hf", "megatron"),
     ),
-    "pp": Option("pp", "int", 1, "megatron: pipeline-parallel size that its arguments name"),
+    "tp": Option("tp", "int", 1, "megatron: tensor-parallel size of the result"),
+    "pp": Option("pp", "int", 1, "megatron: pipeline-parallel size of the result"),
+    "ckpt_format": Option(
+        "ckpt_format",
+        "str",
+        "",
+        "megatron: torch has a file for each rank, torch_dist loads in any "
+        "layout; empty means that of a Megatron source, else torch_dist",
+        choices=("", "torch", "torch_dist"),
+    ),
     "dtype": Option("dtype", "str", "", "cast to this type; empty keeps each tensor as it is", choices=_DTYPES),
     "file_bytes": Option("file_bytes", "int", 0, "largest file of tensors; 0 means 5 GB (hf) or 1 GB", unit="bytes"),
     **JSON,
@@ -44,7 +56,13 @@ MEGATRON = {
     "max_queue_size": Option("max_queue_size", "int", 50, "no effect: there is no queue"),
     "no_checking": Option("no_checking", "bool", False, "no effect: the result is always checked"),
     "loader_transformer_impl": Option("loader_transformer_impl", "str", "", "no effect"),
-    "saver_transformer_impl": Option("saver_transformer_impl", "str", "", "no effect"),
+    "saver_transformer_impl": Option(
+        "saver_transformer_impl",
+        "str",
+        "",
+        "whose names of norms a torch result has; empty means transformer_engine",
+        choices=("", "local", "transformer_engine"),
+    ),
 }
 _LOADERS = ("llama_mistral", "hf", "isotron", "core", "mcore", "megatron", "")
 _SAVERS = {"hf": "hf", "isotron": "isotron", "core": "megatron", "mcore": "megatron", "megatron": "megatron"}
@@ -67,7 +85,8 @@ def run(words: Sequence[str]) -> int:
     sizes = [given.get(a, given.get(f"target_{b}_parallel_size", 1)) for a, b in (("tp", "tensor"), ("pp", "pipeline"))]
     done = convert(
         source, result, to, run_meta, given.get("dtype", ""), given.get("file_bytes", 0), tp=sizes[0],
-        pp=sizes[1], vocab_size=given.get("true_vocab_size", 0),
+        pp=sizes[1], vocab_size=given.get("true_vocab_size", 0), megatron={
+            "ckpt_format": given.get("ckpt_format", ""), "implementation": given.get("saver_transformer_impl", "")},
     )  # fmt: skip
     if given.get("json"):
         print(json.dumps(asdict(done)))
@@ -99,7 +118,8 @@ def _asked(parsed: Parsed, places: list[str], problems: list[Problem]) -> tuple[
     example = "isotron convert SRC DST --to hf"
     if len(places) > 2 or not source or not result:
         problems.append(Problem("convert " + " ".join(places), "it takes one source and one result", example))
-    if not to and not {"to", "saver"} & parsed.doubtful:
+    rewriting = {"tp", "pp", "ckpt_format", "target_tensor_parallel_size", "target_pipeline_parallel_size"}
+    if not to and not {"to", "saver"} & parsed.doubtful and not rewriting & given.keys():
         problems.append(Problem("--to not given", "the format of the result is not known", example))
     for name in ("tp", "pp", "target_tensor_parallel_size", "target_pipeline_parallel_size"):
         if name in given and given[name].value < 1:

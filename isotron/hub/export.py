@@ -12,7 +12,7 @@ from torch import Tensor
 
 from isotron.core.checkpoint.load import TensorSource
 from isotron.core.errors import Refused, refuse
-from isotron.core.layout import Box
+from isotron.core.layout import Box, whole
 from isotron.core.models.hf_names import Mapped
 from isotron.hub.families import Spelling
 from isotron.hub.folder import INDEX, SINGLE
@@ -50,7 +50,7 @@ def _maker(
     done: Callable[[], None] | None,
 ) -> Callable[[], Tensor]:
     def make() -> Tensor:
-        out = gather(source, mapped, name, shape, dtype)
+        out = gather(source, mapped, name, whole(shape), dtype)
         if done is not None:
             done()
         return out.t().contiguous() if mapped.transposed else out
@@ -58,14 +58,18 @@ def _maker(
     return make
 
 
-def gather(source: TensorSource, mapped: Mapped, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Rows of ours that are their tensor `name`; the buffer starts as NaN, and none may be left."""
-    out = torch.full(shape, torch.nan, dtype=dtype)
-    start = 0
+def gather(source: TensorSource, mapped: Mapped, name: str, box: Box, dtype: torch.dtype) -> Tensor:
+    """Rows of ours that are region `box` of their tensor `name`; the buffer starts as NaN, and none may be left."""
+    out = torch.full(box.shape, torch.nan, dtype=dtype)
+    start, stop = 0, box.offset[0] + box.shape[0]
     for run in mapped.runs:
         if run.theirs == name:
-            region = Box((start, *(0 for _ in shape[1:])), (run.count, *shape[1:]))
-            source.read(mapped.ours, region, out[run.rows(0, run.count)])
+            low, high = (min(run.count, max(0, -((run.first - edge) // run.step))) for edge in (box.offset[0], stop))
+            if low < high:
+                region = Box((start + low, *box.offset[1:]), (high - low, *box.shape[1:]))
+                rows = run.rows(low, high - low)
+                at = slice(rows.start - box.offset[0], rows.stop - box.offset[0], run.step)
+                source.read(mapped.ours, region, out[at])
         start += run.count
     refuse_nan(out, name)
     return out

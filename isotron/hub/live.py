@@ -19,7 +19,7 @@ from isotron.core.checkpoint.disk import sync_directory, write_extra
 from isotron.core.checkpoint.files import dtype_name
 from isotron.core.checkpoint.weights import load_weights
 from isotron.core.errors import refuse
-from isotron.core.layout import Box, Ints
+from isotron.core.layout import Box, Ints, whole
 from isotron.core.mesh import AXES, Mesh
 from isotron.core.models.hf_names import Mapped
 from isotron.core.parallel.model import ParallelModel
@@ -63,7 +63,7 @@ def stream(model: ParallelModel) -> Iterator[tuple[str, Tensor]]:
     for mapped in _in_order(model):
         ours = live.whole(mapped.ours)
         for name, rows in mapped.theirs().items():
-            out = export.gather(_One(mapped.ours, ours), mapped, name, (rows, *ours.shape[1:]), ours.dtype)
+            out = export.gather(_One(mapped.ours, ours), mapped, name, whole((rows, *ours.shape[1:])), ours.dtype)
             yield name, out.t().contiguous() if mapped.transposed else out
 
 

@@ -16,7 +16,7 @@ from isotron.commands.convert import run_meta
 from isotron.config.schema import MODELS
 from isotron.core.errors import Refused
 from isotron.core.layout import Box
-from isotron.hub import convert as conversion
+from isotron.hub import targets
 from isotron.hub.convert import convert
 from isotron.hub.families import FAMILIES, spelling_of
 from isotron.hub.folder import INDEX, open_folder, stored_tensors
@@ -228,7 +228,7 @@ def test_nothing_is_overwritten_and_nan_is_not_converted(tmp_path: Path) -> None
 
 def test_an_interrupted_conversion_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save("qwen3", tmp_path / "m")
-    real, written = conversion.write_planned, []
+    real, written = targets.write_planned, []
 
     def failing(file: Path, planned: Any) -> Any:
         if len(written) == 2:
@@ -237,10 +237,10 @@ def test_an_interrupted_conversion_goes_on(tmp_path: Path, monkeypatch: pytest.M
         written.append(file.name)
         return real(file, planned)
 
-    monkeypatch.setattr(conversion, "write_planned", failing)
+    monkeypatch.setattr(targets, "write_planned", failing)
     with pytest.raises(OSError, match="went away"):
         convert(tmp_path / "m", tmp_path / "out", "hf", run_meta, file_bytes=60_000)
-    monkeypatch.setattr(conversion, "write_planned", real)
+    monkeypatch.setattr(targets, "write_planned", real)
     (tmp_path / "out.partial" / written[0]).write_bytes(b"damaged meanwhile")
     done = convert(tmp_path / "m", tmp_path / "out", "hf", run_meta, file_bytes=60_000)
     assert done.reused == 1 and done.files > 3 and not (tmp_path / "out.partial").exists()
@@ -249,7 +249,7 @@ def test_an_interrupted_conversion_goes_on(tmp_path: Path, monkeypatch: pytest.M
 
 def test_a_damaged_result_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save("gpt2", tmp_path / "m")
-    real = conversion.write_planned
+    real = targets.write_planned
 
     def flipping(file: Path, planned: Any) -> Any:
         entry = real(file, planned)
@@ -258,7 +258,7 @@ def test_a_damaged_result_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         file.write_bytes(data)
         return entry
 
-    monkeypatch.setattr(conversion, "write_planned", flipping)
+    monkeypatch.setattr(targets, "write_planned", flipping)
     with pytest.raises(Refused, match="read again, 1 tensors are not what was written"):
         convert(tmp_path / "m", tmp_path / "out", "hf", run_meta)
     assert not (tmp_path / "out").exists()

@@ -25,6 +25,7 @@ from isotron.commands import convert as command
 from isotron.commands.convert import run_meta
 from isotron.core.checkpoint.weights import load_weights
 from isotron.core.errors import Refused
+from isotron.core.layout import whole
 from isotron.core.mesh import Mesh
 from isotron.core.parallel.model import ParallelModel
 from isotron.core.parallel.plan import Layout
@@ -94,6 +95,57 @@ def test_written_as_megatrons_and_read_again(name: str, tmp_path: Path, capsys: 
     assert stored["args"].num_layers == 2 and stored["iteration"] == 0
 
 
+def equal(a: MegatronSource, b: MegatronSource) -> bool:
+    """Bit by bit."""
+    pairs = []
+    for name in a.names():
+        for source in (a, b):
+            dtype, shape = source.info(name)
+            pairs.append(torch.full(shape, torch.nan, dtype=dtype))
+            source.read(name, whole(shape), pairs[-1])
+    return a.names() == b.names() and all(map(torch.equal, pairs[::2], pairs[1::2]))
+
+
+@pytest.mark.parametrize(
+    ("name", "layouts"),
+    [
+        ("llama", [(2, 2), (2, 1)]),
+        ("gpt", [(1, 2), (1, 1)]),
+        pytest.param("llama", [(1, 1), (1, 2), (2, 2)], marks=pytest.mark.slow),
+        pytest.param("gpt", [(2, 2), (2, 1), (1, 2)], marks=pytest.mark.slow),
+    ],
+)
+def test_rewritten_for_other_layouts(
+    name: str, layouts: list[tuple[int, int]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One result is the source of the next; a file for each rank, with an equal part of what is cut."""
+    first = MegatronSource(FIXTURES / f"megatron-{name}")
+    at, cut = FIXTURES / f"megatron-{name}", ["--ckpt-format", "torch"]
+    for tp, pp in layouts:
+        result = tmp_path / f"{tp}{pp}"
+        local = ["--saver-transformer-impl", "local"] if tp == pp else []
+        assert command.run([str(at), str(result), "--tp", str(tp), "--pp", str(pp), *cut, *local]) == 0
+        assert len(list(result.glob("release/mp_rank_*/model_optim_rng.pt"))) == tp * pp
+        found = MegatronSource(result)
+        assert found.scanned.format == "torch" and found.model == first.model and equal(found, first)
+        args = found.scanned.args
+        assert (args["tensor_model_parallel_size"], args["pipeline_model_parallel_size"]) == (tp, pp)
+        at, cut = result, []  # its own format is kept
+    assert command.run([str(at), str(tmp_path / "dist"), "--ckpt-format", "torch_dist"]) == 0
+    assert equal(MegatronSource(tmp_path / "dist"), first)
+    assert "read again and equal" in capsys.readouterr().out
+
+
+def test_layouts_that_cannot_be_cut_and_sources_without_one(tmp_path: Path) -> None:
+    source = str(FIXTURES / "megatron-llama")
+    with pytest.raises(Refused) as refused:
+        command.run([source, str(tmp_path / "m"), "--tp", "7", "--pp", "3", "--ckpt-format", "torch"])
+    assert "7 does not divide num_query_groups 2" in str(refused.value) and "equal stages" in str(refused.value)
+    convert(source, tmp_path / "ours", "isotron", run_meta)
+    with pytest.raises(Refused, match="without --to"):
+        command.run([str(tmp_path / "ours"), str(tmp_path / "m"), "--tp", "2"])
+
+
 LINE = (
     "tools/checkpoint/convert.py --model-type GPT --loader llama_mistral --saver core "
     "--load-dir ./huggingface_llama_8b --save-dir ./megatron_llama_8b --target-tensor-parallel-size 2 "
@@ -156,20 +208,24 @@ def megatron_core_python() -> str:
     not megatron_core_python(),
     reason="no megatron-core to load with: install it here, or name a Python that has it in MEGATRON_CORE_PYTHON",
 )
+@pytest.mark.parametrize("form", ["torch_dist", "torch"])
 @pytest.mark.parametrize("name", ["llama", "gpt"])
-def test_megatron_core_loads_what_was_written(name: str, tmp_path: Path) -> None:
-    convert(FIXTURES / f"megatron-{name}", tmp_path / "m", "megatron", run_meta, tp=2)
-    words = [
-        megatron_core_python(),
-        "-W",
-        "ignore",
-        str(ROOT / "tests" / "megatron_oracle.py"),
-        "read",
-        str(tmp_path / "m"),
+def test_megatron_core_loads_what_was_written(name: str, form: str, tmp_path: Path) -> None:
+    """`torch_dist` on one process, and `torch` on the four that it was cut for."""
+    tp, pp = (2, 2) if form == "torch" else (2, 1)
+    options = {"ckpt_format": form, "implementation": "local"}
+    convert(FIXTURES / f"megatron-{name}", tmp_path / "m", "megatron", run_meta, tp=tp, pp=pp, megatron=options)
+    program = [megatron_core_python(), "-W", "ignore", str(ROOT / "tests" / "megatron_oracle.py"), "read"]
+    surroundings = {**os.environ, "MEETING": str(tmp_path / "meeting"), "GLOO_SOCKET_IFNAME": "lo"}
+    if form == "torch":
+        surroundings |= {"TP": "2", "PP": "2", "WORLD_SIZE": "4"}
+    started = [
+        subprocess.Popen([*program, str(tmp_path / "m")], env={**surroundings, "RANK": str(r)}, stderr=subprocess.PIPE)
+        for r in range(int(surroundings.get("WORLD_SIZE", 1)))
     ]
-    surroundings = {**os.environ, "MEETING": str(tmp_path / "meeting")}
-    done = subprocess.run(words, env=surroundings, capture_output=True, text=True, check=False, timeout=120)
-    assert done.returncode == 0, done.stderr[-2000:]
+    for process in started:
+        _, said = process.communicate(timeout=200)
+        assert process.returncode == 0, said[-2000:]
     found, wanted = (np.load(d / "logits.npy")[..., :131] for d in (tmp_path / "m", FIXTURES / f"megatron-{name}"))
     assert abs(found - wanted).max() < 1e-5 * abs(wanted).max()
 

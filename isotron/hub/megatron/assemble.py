@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from math import prod
 from pathlib import Path
 from typing import Any
 
 from isotron.core.checkpoint.format import DTYPES
 from isotron.core.errors import refuse
 from isotron.core.layout import Box, Ints
+from isotron.hub.megatron.cut import COLUMNS, ROWS, regions, whole_shape
 from isotron.hub.megatron.names import canonical
 from isotron.hub.megatron.stored import Chunk, Stored
 
@@ -22,10 +22,6 @@ Place = Callable[[str, int], tuple[Path, int]]
 _LAYERS = re.compile(r"(.*decoder\.layers)\.((?!\d+\.).+)", re.ASCII)
 _LAYER = re.compile(r"(decoder\.layers)\.(\d+)\.(.+)", re.ASCII)
 _RANK = re.compile(r"mp_rank_(\d+)(?:_(\d+))?", re.ASCII)
-# how tensor parallelism cuts a tensor: by rows or by columns, by the end of its name
-ROWS = ("word_embeddings.weight", "output_layer.weight", "linear_qkv.weight", "linear_qkv.bias", "linear_fc1.weight",
-        "linear_fc1.bias")  # fmt: skip
-COLUMNS = ("linear_proj.weight", "linear_fc2.weight")
 
 
 def of_layers(name: str, shape: Ints, chunks: Sequence[tuple[str, Chunk]]) -> dict[str, Stored]:
@@ -82,20 +78,14 @@ def _numbered(name: str, first: int) -> str:
 
 def _joined(name: str, shards: Sequence[Any], gated: bool, place: Place) -> Stored:
     """One tensor from the parts of the tensor-parallel ranks."""
-    dtype, shape = shards[0][0], tuple(shards[0][1])
-    places = [place(file, start) for _, _, file, start in shards]
-    tp = len(shards)
-    if name.endswith(COLUMNS):
-        full = (*shape[:-1], shape[-1] * tp)
-        offsets = [(*(0 for _ in shape[:-1]), t * shape[-1]) for t in range(tp)]
-        return Stored(dtype, full, tuple(Chunk(Box(o, shape), *p) for o, p in zip(offsets, places, strict=True)))
-    if not name.endswith(ROWS) or tp == 1:
-        return Stored(dtype, shape, (Chunk(Box((0,) * len(shape), shape), *places[0]),))
-    pieces = 2 if gated and ".linear_fc1." in name else 1  # of each rank: gate, then up
-    rows, rest = shape[0] // pieces, shape[1:]
+    dtype, tp = shards[0][0], len(shards)
+    shape = whole_shape(name, tuple(shards[0][1]), tp)
     chunks = []
-    for t, (file, start) in enumerate(places):
-        for piece in range(pieces):
-            box = Box(((piece * tp + t) * rows, *(0 for _ in rest)), (rows, *rest))
-            chunks.append(Chunk(box, file, start + piece * rows * prod(rest) * DTYPES[dtype][1]))
-    return Stored(dtype, (shape[0] * tp, *rest), tuple(chunks))
+    for (_, _, file, start), boxes in zip(shards, regions(name, shape, tp, gated), strict=True):
+        path, at = place(file, start)
+        for box in boxes:
+            chunks.append(Chunk(box, path, at))
+            at += box.size * DTYPES[dtype][1]
+    if not name.endswith((*ROWS, *COLUMNS)):
+        chunks = chunks[:1]  # every rank holds all of it
+    return Stored(dtype, shape, tuple(chunks))
