@@ -55,9 +55,11 @@ class SleepyModule(nn.Module):
 def stage(number: int, stages: int, times: Times) -> Any:
     """What the runtime needs of a stage."""
     module = SleepyModule(number == 0, number == stages - 1, times)
-    flat = SimpleNamespace(sinks={"nap": module.sink}, watch=lambda: None, start_reduce=lambda: None)
+    flat = SimpleNamespace(watch=lambda: None, start_reduce=lambda: None)
     shapes = {"hidden": ((1, 4), torch.float32)}
-    return SimpleNamespace(module=module, flat=flat, boundary_shapes=lambda _: shapes, settle=lambda backward: None)
+    return SimpleNamespace(
+        module=module, flat=flat, sinks=[module.sink], boundary_shapes=lambda _: shapes, settle=lambda backward: None
+    )
 
 
 def run_step(name: str, p: int, m: int, v: int, times: Times) -> list[list[Any]]:

@@ -106,6 +106,7 @@ _NOT_NEGATIVE = {
     "moe_router_bias_update_rate": 0.001, "moe_aux_loss_coeff": 0.01, "moe_z_loss_coeff": 0.001,
     "moe_expert_capacity_factor": 1.25, "moe_shared_expert_intermediate_size": 0,
     "etp": 0, "zero_shard_size": 0, "trace": 0, "schedule_memory": 0, "microbatch_group": 0, "recompute_keep": 0,
+    "deferred_logits": 0,
     "max_live_parameters": 0,
     "activation_budget_gib": 0, "cpu_offloading_num_layers": 0, "max_seqlen_per_dp_cp_rank": 0,
     "num_key_value_heads": 0, "head_dim": 0, "ffn_hidden_size": 0, "vocab_size": 50257, "max_position_embeddings": 0,

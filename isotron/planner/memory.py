@@ -20,7 +20,7 @@ from isotron.planner.job import Job
 from isotron.planner.live import gathered_elements, live_bytes
 from isotron.planner.parameters import StagePart, rank_stages
 
-LOSS_CHUNK = 64 << 20  # bytes of logits at hand (core/nn/loss.py)
+LOSS_CHUNK = 64 << 20  # bytes of logits at hand (core/nn/logits.py)
 LOSS_BLOCK = 4 << 20  # bytes of logits in float32 at hand
 KINDS = (
     *("weights", "gradients", "masters", "moments", "activations", "recompute", "logits", "temporaries"),
@@ -120,11 +120,13 @@ def activation_peaks(job: Job, table: Schedule, every: Sequence[Sequence[StagePa
     full = job.layout.recompute == "full"
     keep = job.layout.recompute_keep if full else 0
     peaks = []
+    waiting = {last: deferred_logits(job)} if any(a.kind is Kind.W for row in table.ranks for a in row) else {}
     for rank, parts in enumerate(every):
         few = {p.number: stage_bytes(job, len(p.layers), p.number == 0, p.number == last) for p in parts}
         most = few
         if keep:
             most = {p.number: stage_bytes(job, len(p.layers), p.number == 0, p.number == last, "none") for p in parts}
+        few, most = ({s: n + waiting.get(s, 0) for s, n in sizes.items()} for sizes in (few, most))
         peaks.append(_peak(table, rank, few, most, keep))
     return peaks
 
@@ -170,6 +172,16 @@ def logits_bytes(job: Job) -> float:
     rows = job.layout.padded_vocab(job.config.vocab_size) // job.layout.tp
     chunk = min(job.tokens, max(16, LOSS_CHUNK // (job.element * rows))) * rows * job.element
     return float(chunk + (LOSS_BLOCK if job.element < 4 else 0))
+
+
+def deferred_logits(job: Job) -> float:
+    """What the output layer keeps of a microbatch for a weight gradient that is put off: its input, and the gradient
+    of as many whole chunks of logits as may be kept.
+    """
+    rows = job.layout.padded_vocab(job.config.vocab_size) // job.layout.tp * job.element
+    chunk = min(job.tokens, max(16, LOSS_CHUNK // rows))
+    kept = min(job.tokens, (job.layout.deferred_logits << 20) // (chunk * rows) * chunk)
+    return kept * rows + job.tokens * job.element * _local_width(job)
 
 
 def temporaries(job: Job, parts: Sequence[StagePart]) -> float:

@@ -12,7 +12,7 @@ from isotron.core.batch import Batch
 from isotron.core.mesh import Mesh
 from isotron.core.models.gpt_config import GPTConfig
 from isotron.core.models.llama_config import LlamaConfig
-from isotron.core.nn import loss
+from isotron.core.nn import logits
 from isotron.core.parallel.model import ParallelModel
 from isotron.core.parallel.plan import Layout
 from tests.live import Live
@@ -68,8 +68,8 @@ def live_in(model: ParallelModel) -> Live:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_no_logits_of_the_whole_batch(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
-    monkeypatch.setattr(loss, "CHUNK_BYTES", 16 * 4 * V)
-    monkeypatch.setattr(loss, "BLOCK_BYTES", 16 * 4 * V)
+    monkeypatch.setattr(logits, "CHUNK_BYTES", 16 * 4 * V)
+    monkeypatch.setattr(logits, "BLOCK_BYTES", 16 * 4 * V)
     model = build("llama", dtype=dtype)
     with live_in(model) as live:
         model.forward_backward(batches(), 1.0)

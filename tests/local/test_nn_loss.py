@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from isotron.core.errors import Refused
-from isotron.core.nn import loss
+from isotron.core.nn import logits
 from isotron.core.nn.linear import GradSink
-from isotron.core.nn.loss import Head
+from isotron.core.nn.loss import Head, _LinearCrossEntropy
 
 B, S, D, V = 2, 40, 6, 11
 LABELS = torch.arange(B * S).remainder(V).view(B, S)
@@ -24,8 +24,8 @@ MASK = (torch.arange(B * S).remainder(3) > 0).float().view(B, S)
 @pytest.fixture(params=[64 << 20, 1])
 def chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """One chunk, and chunks of 16 tokens in blocks of one."""
-    monkeypatch.setattr(loss, "CHUNK_BYTES", request.param)
-    monkeypatch.setattr(loss, "BLOCK_BYTES", request.param)
+    monkeypatch.setattr(logits, "CHUNK_BYTES", request.param)
+    monkeypatch.setattr(logits, "BLOCK_BYTES", request.param)
 
 
 def head(rows: int = V, dtype: torch.dtype = torch.float64) -> Head:
@@ -62,7 +62,8 @@ def test_value_and_gradients(sink: bool) -> None:
 @pytest.mark.parametrize("cap", [0.0, 1.5])
 def test_gradcheck(cap: float) -> None:
     h = head()
-    check = lambda x, w: loss._LinearCrossEntropy.apply(x, w, LABELS, MASK, 1.0, V, None, None, cap)  # noqa: E731
+    h.softcap = cap
+    check = lambda x, w: _LinearCrossEntropy.apply(x, w, LABELS, MASK, 1.0, h)  # noqa: E731
     assert torch.autograd.gradcheck(check, (hidden(), h.weight))
 
 
@@ -85,6 +86,24 @@ def test_a_second_microbatch_adds_to_the_sink() -> None:
     for _ in range(2):
         h(x, LABELS, MASK, 1.0).backward()
     assert torch.allclose(h.weight.grad_sink.buffer, want)
+
+
+@pytest.mark.usefixtures("chunks")
+@pytest.mark.parametrize("kept", [0, 2 * 16 * V * 8, 64 << 20], ids=["nothing", "two chunks", "all"])
+def test_a_weight_gradient_put_off_is_the_same_to_the_bit(kept: int) -> None:
+    """What is formed again in its own action, and what was kept for it; a cap and padding rows too."""
+    buffers = []
+    for defers in (False, True):
+        h, x = head(rows=V + 5), hidden()
+        h.real, h.softcap, h.kept_bytes = V, 1.5, kept
+        sink = h.weight.grad_sink = GradSink(torch.full_like(h.weight.data, torch.nan))
+        sink.defers, sink.later = defers, [] if defers else None
+        h(x, LABELS, MASK, 0.3).backward(torch.tensor(0.3, dtype=torch.float64))
+        assert len(sink.later or []) == defers and sink.fresh == defers
+        for work in sink.later or []:
+            work()
+        buffers.append(sink.buffer)
+    assert torch.equal(*buffers) and buffers[0].any()
 
 
 @pytest.mark.usefixtures("chunks")
@@ -154,8 +173,9 @@ def in_threads(ranks: int, work: Callable[[int], Any]) -> list[Any]:
 
 
 @pytest.mark.usefixtures("chunks")
+@pytest.mark.parametrize("later", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_a_split_vocabulary(dtype: torch.dtype) -> None:
+def test_a_split_vocabulary(dtype: torch.dtype, later: bool) -> None:
     """Rows 0-3, 4-7, 8-10 and one of padding, and a rank with padding only."""
     full, meeting = head(dtype=dtype), Meeting(4)
     w, x = full.weight.data, hidden(dtype)
@@ -170,9 +190,14 @@ def test_a_split_vocabulary(dtype: torch.dtype) -> None:
         part.real = real
         part.vocab = meeting.socket(i, 4 * i if real else torch.iinfo(torch.int32).max)
         mine = x.detach().clone().requires_grad_()
+        if later:  # formed again, with nobody met a second time
+            sink = part.weight.grad_sink = GradSink(torch.zeros(4, D, dtype=dtype))
+            sink.defers, sink.later, part.kept_bytes = True, [], 0
         total = part(mine, LABELS, MASK)
         total.backward()
-        return total.detach(), mine.grad, part.weight.grad
+        if later:
+            sink.later[0]()
+        return total.detach(), mine.grad, sink.buffer if later else part.weight.grad
 
     results = in_threads(4, rank)
     loose = 5e-2 if dtype is torch.bfloat16 else 1e-10

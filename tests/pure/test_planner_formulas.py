@@ -75,7 +75,7 @@ def test_relative_activations_of_figure_7(h: int, a: int, relative: tuple[float,
     [("1f1b", 1, 4.0), ("gpipe", 1, 12.0), ("zb-h1", 1, 4.0), ("zbv", 2, 4.0), ("interleaved", 2, 4 * (1 + 3 / 8))],
 )
 def test_kept_microbatches_follow_the_table(schedule: str, vpp: int, kept: float) -> None:
-    config = replace(PRESETS["llama-tiny"], num_layers=16, vocab_size=128, max_position_embeddings=64)
+    config = replace(PRESETS["llama-tiny"], num_layers=64, vocab_size=128, max_position_embeddings=64)
     job = Job(config, Layout(1, 4, 1, vpp, schedule=schedule), 64, 1, 12)
     every = [rank_stages(config, job.layout, r) for r in range(4)]
     peak = activation_peaks(job, job.table(), every)[0]

@@ -56,8 +56,10 @@ def run_step(name: str, p: int, v: int, forget: str = "") -> tuple[float, dict[i
     for s in table.stages_of(rank):
         module = TwoStreams(s, table.stages)
         module.forget = forget
-        flat = SimpleNamespace(sinks={}, watch=lambda: None, start_reduce=lambda: None)
-        own[s] = SimpleNamespace(module=module, flat=flat, boundary_shapes=shapes, settle=lambda backward: None)
+        flat = SimpleNamespace(watch=lambda: None, start_reduce=lambda: None)
+        own[s] = SimpleNamespace(
+            module=module, flat=flat, sinks=[], boundary_shapes=shapes, settle=lambda backward: None
+        )
     tokens = [torch.arange(2 * n).view(2, n) * 7 % 11 for n in LENGTHS]
     batches: Any = [SimpleNamespace(shape=tuple(t.shape), tokens=t) for t in tokens]
     terms = Runtime(own, Mesh(rank, pp=p).group("pp"), overlap=False).run(table, batches, 1.0)

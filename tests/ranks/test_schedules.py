@@ -34,7 +34,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 FEATURES: dict[str, tuple[str, dict[str, Any]]] = {
     "plain": ("llama", {}),
     "TP2": ("gpt", {"tp": 2}),
-    "SP": ("llama", {"tp": 2, "sequence_parallel": True}),
+    "SP": ("llama", {"tp": 2, "sequence_parallel": True, "deferred_logits": 0}),
     "DP2-zero1": ("gpt", {"dp": 2, "zero": 1}),
     "recompute": ("llama", {"recompute": "full", "recompute_num_layers": 2, "recompute_keep": 1}),
     "selective": ("gpt", {"recompute": "selective"}),
@@ -75,14 +75,14 @@ def test_four_pipeline_ranks(ranks: Ranks, schedule: str) -> None:
 
 
 FURTHER: dict[str, tuple[Any, dict[str, Any]]] = {
-    "zbv-zero3": (MODELS["gpt"], {"schedule": "zbv", "dp": 2, "zero": 3}),
-    "dualpipev-zero2": (MODELS["llama-tied"], {"schedule": "dualpipev", "dp": 2, "zero": 2}),
+    "zbv-zero3": (MODELS["gpt"], {"schedule": "zbv", "dp": 2, "zero": 3, "deferred_logits": 0}),
+    "dualpipev-zero2": (MODELS["llama-tied"], {"schedule": "dualpipev", "dp": 2, "zero": 2, "deferred_logits": 0}),
     "zb-h1-cp2": (MODELS["llama"], {"schedule": "zb-h1", "cp": 2}),
     "zbv-experts": (EXPERTS["groups"], {"schedule": "zbv", "ep": 2, "dp": 2, "layers_per_stage": (1, 0, 1, 1)}),
     "mtp-uneven": (EXPERTS["mla"], {"layers_per_stage": (2, 0)}),
     "mtp-interleaved": (EXPERTS["mla"], {"schedule": "interleaved", "vpp": 2, "layers_per_stage": (1, 0, 1, 0)}),
     "mtp-zbv": (EXPERTS["mla"], {"schedule": "zbv", "layers_per_stage": (0, 1, 1, 0)}),
-    "mtp-zb-h2": (EXPERTS["mla"], {"schedule": "zb-h2"}),
+    "mtp-zb-h2": (EXPERTS["mla"], {"schedule": "zb-h2", "deferred_logits": 0}),
     "searched-own-costs": (EXPERTS["global"], {"schedule": "auto", "schedule_memory": 2.0, "vpp": 2,
                                                 "layers_per_stage": (0, 1, 1, 1)}),
 }  # fmt: skip

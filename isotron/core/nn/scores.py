@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from isotron.core.nn.loss import CHUNK_BYTES, Head, Vocab
+from isotron.core.nn.logits import CHUNK_BYTES, Vocab
+from isotron.core.nn.loss import Head
 
 
 @torch.no_grad()

@@ -139,6 +139,12 @@ class Layout:
     recompute_keep: int = option(
         0, "microbatches in flight per stage that keep everything under recompute = full", unit="microbatches"
     )
+    deferred_logits: int = option(
+        256,
+        "under schedules that split the backward, what is kept of a microbatch's logit gradients until its weight "
+        "gradient; logits beyond it are computed again there",
+        unit="MiB",
+    )
     make_vocab_size_divisible_by: int = option(128, "the held vocabulary is a multiple of this times tp")
     overlap_grad_reduce: bool = option(True, "start reducing a bucket's gradients while the backward goes on")
     overlap_param_gather: bool = option(True, "gather a bucket's weights while the next forward begins")

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from isotron.core.batch import Batch
+from isotron.core.nn.linear import GradSink
 from isotron.core.parallel.data import Flat
 from isotron.core.parallel.pipeline.runtime import Boundary, Runtime
 
@@ -42,6 +43,11 @@ class _Asked:
     def flat(self) -> Flat:
         """Its gradients, which nobody asks for here."""
         return self.stage.flat
+
+    @property
+    def sinks(self) -> list[GradSink]:
+        """As in training."""
+        return self.stage.sinks
 
     def boundary_shapes(self, batch_shape: tuple[int, int]) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
         """As in training."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from importlib import import_module
 from typing import Any
 
@@ -23,6 +23,8 @@ from isotron.core.nn.attention import Causal
 from isotron.core.nn.block import PreNormBlock
 from isotron.core.nn.decoder import Decoder
 from isotron.core.nn.dropout import Dropout
+from isotron.core.nn.linear import GradSink, sink_of
+from isotron.core.nn.loss import Head
 from isotron.core.nn.router import Router
 from isotron.core.parallel.buckets import DENSE, EXPERTS, is_frozen, partial_pieces, partial_rule
 from isotron.core.parallel.context import fill_context
@@ -50,6 +52,11 @@ class Stage:
     dtype: torch.dtype
     buffers: dict[str, Rule] = field(default_factory=dict)
     units: Units | None = None
+
+    @cached_property
+    def sinks(self) -> list[GradSink]:
+        """Where the gradients of the parameters that it uses go, those of another stage of this rank too."""
+        return [sink for p in self.module.parameters() if (sink := sink_of(p)) is not None]
 
     def settle(self, backward: bool) -> None:
         """A forward or a backward of the stage is over: what was gathered or gathered up for it goes."""
@@ -122,17 +129,19 @@ def build_stage(
     fill_experts(module, layout, mesh)
     _set_policies(module, layout, seed, mesh.group("tp"))
     tie = _tie(placed, tied, first, last, layout, mesh)
-    partial = Partial(
+    partials = Partial(
         partial_pieces(placed, partial_rule(layout.sequence_parallel)), lambda replicas: mesh.subgroup("tp", replicas)
     )
     plan = sharding_of(layout, mesh, None if tie is None else tie[0], frozen)
     parameters = {name: module.get_parameter(name) for name in placed}
-    flat = Flat(parameters, placed, plan, dtype, device, initialiser(seed), partial, tie)
+    flat = Flat(parameters, placed, plan, dtype, device, initialiser(seed), partials, tie)
     flat.wait_in_forward(module)
     sequence_split = layout.tp if layout.sequence_parallel else 1
     units = None
     if plan.classes.by_unit:
         units = module.around = units_of(module, layout, [flat] if beside is None else [flat, beside.flat])
+        if last:
+            module.head.at_hand = partial(units.at_hand, "head")
     return Stage(number, module, flat, placed, cfg.hidden_size, sequence_split, dtype, buffers, units)
 
 
@@ -228,6 +237,8 @@ def _set_policies(module: Decoder, layout: Layout, seed: int, tp: Group) -> None
     for layer in module.modules():
         if isinstance(layer, (Dropout, Router)):
             layer.seed = seed
+        if isinstance(layer, Head):
+            layer.kept_bytes = layout.deferred_logits << 20
         if isinstance(layer, Causal):
             layer.backend = layout.attention_backend
         if isinstance(layer, PreNormBlock):

@@ -9,7 +9,8 @@ of a recomputed unit its forward runs again; nothing is dropped in between.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -81,6 +82,14 @@ class Units:
                 unit.start()
             else:
                 unit.drop()
+
+    @contextmanager
+    def at_hand(self, name: str) -> Iterator[None]:
+        """Outside of a pass over the stage: the weights of a unit."""
+        unit = self.units[name]
+        unit.open()
+        yield
+        unit.drop()
 
     def begin_backward(self, unit: Unit) -> None:
         """The gradient of a unit's output is there."""

@@ -6,8 +6,7 @@ the edge of its graph, not its values, which are free as soon as they are sent; 
 factors, until it is computed. Reading order: `Runtime.run`, then the `_Pass` that holds one step's state.
 
 Weight gradients wait for a W action where the table has one, but for those of norms, biases and embeddings, which are
-formed in the B action, and that of an output layer whose logits take more than one chunk: it is formed with the loss,
-while they are at hand (to defer it would mean to keep all logits or to form them again).
+formed in the B action.
 
 A boundary is a set of named tensors; those that are not of a floating type have no gradient that travels back.
 """
@@ -40,11 +39,6 @@ Boundary = dict[str, Tensor]
 class Buffers(Protocol):
     """Where a stage's weight gradients go."""
 
-    @property
-    def sinks(self) -> Mapping[str, GradSink]:
-        """By parameter name."""
-        ...
-
     def watch(self) -> None:
         """The stage's last backward is about to run."""
         ...
@@ -65,6 +59,11 @@ class Stage(Protocol):
     @property
     def flat(self) -> Buffers:
         """Its gradients."""
+        ...
+
+    @property
+    def sinks(self) -> Sequence[GradSink]:
+        """Of the parameters that it uses, those of another stage of this rank too."""
         ...
 
     def boundary_shapes(self, batch_shape: tuple[int, int]) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -199,7 +198,7 @@ class _Pass:
         if self.training:
             received = {k: v.requires_grad_(v.is_floating_point()) for k, v in received.items()}
             self._choose_recompute(s, m)
-            for sink in self.stages[s].flat.sinks.values():
+            for sink in self.stages[s].sinks:
                 sink.defers = (s, m) in self.deferred
         with torch.set_grad_enabled(self.training):
             output, terms = self.stages[s].module(self.batches[m], received, self.weight)
@@ -269,7 +268,7 @@ class _Pass:
 
     @staticmethod
     def _defer(stage: Stage, later: list[Callable[[], None]] | None) -> None:
-        for sink in stage.flat.sinks.values():
+        for sink in stage.sinks:
             sink.later = later
 
     # ---- transfers -------------------------------------------------------------------------------------------------
