@@ -11,6 +11,7 @@ _FSDP = "what is sharded is said by --data-parallel-sharding-strategy, or --zero
 _ACC = "gradients always accumulate in float32 (or float64)"
 _COMM = "communication is overlapped where the layout allows it"
 _FORMAT = "isotron has one checkpoint format, loadable in any layout"
+_NEAR = "--local-save keeps the files of a node's ranks there, and one copy on the next node"
 _CONFIG = "the model is always read from the checkpoint"
 _TB = "TensorBoard files always hold every metric, in the run directory"
 _LOG = "metrics.jsonl in the run directory always holds it"
@@ -89,6 +90,10 @@ IGNORED: dict[str, tuple[int, str]] = {
     "--no-ckpt-fully-parallel-save": (0, _FORMAT),
     "--ckpt-fully-parallel-load": (0, _FORMAT),
     "--ckpt-assume-constant-structure": (0, _FORMAT),
+    "--non-persistent-ckpt-type": (1, _NEAR),
+    "--non-persistent-local-ckpt-algo": (1, _NEAR),
+    "--replication": (0, _NEAR),
+    "--replication-factor": (1, _NEAR),
     "--no-save-rng": (0, "no random state exists: numbers are functions of the seed and the position"),
     "--no-load-rng": (0, "no random state exists: numbers are functions of the seed and the position"),
     "--use-checkpoint-args": (0, _CONFIG),

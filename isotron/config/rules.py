@@ -113,6 +113,7 @@ _NOT_NEGATIVE = {
     "dp": 1, "first_stage_layers": 0, "last_stage_layers": 0, "global_batch_size": 128, "eval_interval": 0,
     "eval_iters": 10, "check_interval": 100, "stuck_after_s": 1800.0,
     "save_interval": 1000, "keep_last": 0, "keep_every": 0, "straggler_interval": 0, "exit_duration_in_mins": 0.0,
+    "local_save_interval": 0, "local_save_ranks": 0,
     "lr_warmup_iters": 0, "lr_decay_iters": 0, "lr_wsd_decay_iters": 0, "lr": 0.0003, "min_lr": 0.0,
     "lr_warmup_init": 0.0, "clip_grad": 1.0, "weight_decay": 0.1,
 }  # fmt: skip

@@ -235,6 +235,12 @@ def _keep_every(c: RunConfig, f: Facts) -> Problem:
     return Problem(asked(c, "keep_every", "keep_last"), case, f"--keep-every {c.checkpoint.keep_every} --keep-last 2")
 
 
+def _local_save(c: RunConfig, f: Facts) -> Problem:
+    case = "a directory and how often belong together, more often than save_interval, which goes to save"
+    fix = f"--local-save {c.checkpoint.local_save or '/dev/shm/run'} --local-save-interval 10"
+    return Problem(asked(c, "local_save", "local_save_interval"), case, fix)
+
+
 _FAULT = re.compile(r"(kill|kill-save|term|hang|slow|nan|glitch|bitflip|diskfull)@[1-9]\d*:\d+", re.ASCII)
 
 
@@ -375,6 +381,8 @@ RUN_RULES: tuple[Rule, ...] = (
          _finetune_place),
     Rule("kept beside the last", ("keep_every", "keep_last"),
          lambda c, f: c.checkpoint.keep_every > 0 and not c.checkpoint.keep_last, _keep_every),
+    Rule("local saves", ("local_save", "local_save_interval"),
+         lambda c, f: bool(c.checkpoint.local_save) != bool(c.checkpoint.local_save_interval), _local_save),
     Rule("faults on purpose", ("inject",), lambda c, f: bool(_bad_faults(c)), _faults),
     Rule("spikes stand out", ("spike_factor",),
          lambda c, f: c.faults.spike_factor != 0 and not c.faults.spike_factor > 1, _spike),

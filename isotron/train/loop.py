@@ -118,6 +118,8 @@ def train_on(run: Run) -> int:
                 return stopped(run)
             if _due(state.step, cfg.checkpoint.save_interval) or state.step == cfg.train.train_iters:
                 save(run)
+            elif _due(state.step, cfg.checkpoint.local_save_interval):
+                run.saves.save_near()
             if run.evaluates and _due(state.step, cfg.train.eval_interval) and evaluate(run) is None:
                 return stopped(run)
     run.saves.save_last()
@@ -195,6 +197,8 @@ def go_back(run: Run, rewind: Rewind) -> None:
         state.rewinds, state.consumed_samples = rewinds, end
         run.judge.recent = state.recent
         run.train_data, run.valid_data = run.rebuild()
+        if run.saves.near is not None:
+            run.saves.near.forget(state.step)
     run.guard.consecutive = 0
     run.saves.step = -1
     run.metrics.rewind(state.step)

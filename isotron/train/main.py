@@ -17,11 +17,10 @@ from isotron.config.schema import RunConfig, changed, to_toml
 from isotron.core import device as devices
 from isotron.core.checkpoint.background import BackgroundSaver
 from isotron.core.checkpoint.disk import free_bytes
-from isotron.core.checkpoint.format import read_manifest
 from isotron.core.checkpoint.group import GroupRanks
 from isotron.core.checkpoint.save import SPARE_BYTES
 from isotron.core.errors import refuse
-from isotron.core.mesh import AXES, Mesh
+from isotron.core.mesh import Mesh
 from isotron.core.nn.attention import Causal
 from isotron.core.optim.build import make_optimizer, scale_initial
 from isotron.core.parallel.model import ParallelModel
@@ -30,11 +29,10 @@ from isotron.core.parallel.split import model_costs
 from isotron.core.peaks import peak_flops
 from isotron.core.precision.scaler import LossScaler
 from isotron.data.build import build_segments, count_sources
-from isotron.hub.foreign import is_foreign
 from isotron.launch import World, from_environment, init_distributed, shutdown, stamp
 from isotron.tokenizers.base import Tokenizer
 from isotron.tokenizers.build import build_tokenizer
-from isotron.train.begin import begin, is_weights_only, origin_files
+from isotron.train.begin import origin_files
 from isotron.train.console import tell
 from isotron.train.faults import NEVER_SECONDS, PHASE_FACTOR, Deadline, FiniteGuard, StopSignal, Watchdog
 from isotron.train.feed import end_of
@@ -42,11 +40,12 @@ from isotron.train.injector import Injector
 from isotron.train.judge import Judge
 from isotron.train.loop import Measured, Run, train
 from isotron.train.metrics import FILE, Metrics
-from isotron.train.nextloss import Facts, NextLoss, read_expected
+from isotron.train.nextloss import NextLoss
 from isotron.train.places import claim
+from isotron.train.resume import first_loss, nearby, resume
 from isotron.train.saving import Saves
 from isotron.train.stacks import Stacks
-from isotron.train.state import TrainState, find_checkpoint, load_state, state_bytes
+from isotron.train.state import TrainState, state_bytes
 
 Tasks = Callable[[RunConfig, ParallelModel], Callable[[], Sequence[Measured]]]
 
@@ -111,9 +110,12 @@ def _prepare(
         say(f"isotron: attention: {line}")
     if layout.pp > 1:
         say(f"isotron: layers per stage: {' '.join(map(str, layers_per_stage(config)))}")
-    loaded = resume(state, say)
-    state.segments = extended(state.segments, needed_samples(state))
     saves = Path(config.checkpoint.save or directory)
+    scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+    apart = GroupRanks(mesh.apart()) if config.checkpoint.async_save or config.checkpoint.local_save else None
+    near = nearby(config, saves, world, apart, say)
+    loaded = resume(state, near, scratch, say)
+    state.segments = extended(state.segments, needed_samples(state))
     claim(state.ranks, {"--run-dir": directory, "--save": saves}, stack)
     check_space(state, saves)
     stacks = Stacks(directory / "stacks", world.rank)
@@ -123,7 +125,6 @@ def _prepare(
     train_data, valid_data = datasets(state, eod, say)
     if world.rank == 0:
         (directory / "config.toml").write_text(to_toml(config), encoding="utf-8")
-    scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
     files = {**tokenizer_files(tokenizer, scratch), **origin_files(loaded, scratch)}
     say(f"isotron: metrics in {directory / FILE}")
     metrics = Metrics(directory, config.log, world.rank == 0, state.step)
@@ -135,7 +136,8 @@ def _prepare(
     saved = state.step if loaded is not None and loaded.resolve().parent == saves.resolve() else -1
     expected = first_loss(state, loaded)
     next_loss = NextLoss(world.rank == 0, expected, config.train.dtype)
-    where = Saves(state, saves, files, metrics, watchdog, background(config, mesh, stack), saved, next_loss)
+    saver = background(config, apart, stack)
+    where = Saves(state, saves, files, metrics, watchdog, saver, saved, next_loss, near=near)
     judge = Judge(config.faults, state.recent, where.wait_staged, lambda: state.scaler.can_fall)
     injector = Injector(config.faults.inject, world.rank, directory)
     where.before_write = injector.before_save
@@ -149,21 +151,11 @@ def _prepare(
     return Run(state, train_data, valid_data, eod, where, *reporting, rebuild)
 
 
-def first_loss(state: TrainState, loaded: Path | None) -> Facts | None:
-    """What the first step must give, as rank 0 reads it; None where nothing is known or it is not to be compared."""
-    wanted = loaded is not None and state.step > 0 and state.config.faults.resume_check
-    if not wanted or loaded is None:
+def background(config: RunConfig, apart: GroupRanks | None, stack: ExitStack) -> BackgroundSaver | None:
+    """What saves in the background, on the group `apart`; None where saves are waited for."""
+    if not config.checkpoint.async_save or apart is None:
         return None
-    found = read_expected(loaded, read_manifest(loaded).meta, state.config) if state.ranks.rank == 0 else None
-    raw = state.ranks.broadcast_json(None if found is None else asdict(found))
-    return None if raw is None else Facts(**raw)
-
-
-def background(config: RunConfig, mesh: Mesh, stack: ExitStack) -> BackgroundSaver | None:
-    """What saves in the background, on a group of its own; None where saves are waited for."""
-    if not config.checkpoint.async_save:
-        return None
-    saver = BackgroundSaver(GroupRanks(mesh.apart()))
+    saver = BackgroundSaver(apart)
     stack.callback(saver.close)
     return saver
 
@@ -207,46 +199,6 @@ def with_vocabulary(config: RunConfig, tokenizer: Tokenizer | None) -> RunConfig
             f"--vocab-size {tokenizer.vocab_size}, or leave it out",
         )
     return changed(config, vocab_size=size)
-
-
-def resume(state: TrainState, say: Callable[[str], None]) -> Path | None:
-    """Load the newest complete checkpoint of `load`, or only the weights where that is asked or there is no more.
-
-    Returns the directory that was loaded. When `load` is also where checkpoints go and holds nothing, a run begins.
-    """
-    wanted = state.config.checkpoint
-    if not wanted.load:
-        return None
-    ranks = GroupRanks(state.model.mesh.group(*AXES))
-    exists, foreign = ranks.broadcast_json([Path(wanted.load).exists(), is_foreign(wanted.load)])
-    if foreign:
-        begin(state, Path(wanted.load), say)
-        return Path(wanted.load)
-    found = find_checkpoint(wanted.load, ranks, say) if exists else None
-    if found is not None and (wanted.finetune or is_weights_only(found)):
-        begin(state, found, say)
-    elif found is not None:
-        whole(state)
-        load_state(state, found)
-        say(f"isotron: resumed from {found} at step {state.step}, {state.consumed_samples} samples consumed")
-    elif wanted.save and Path(wanted.load).resolve() == Path(wanted.save).resolve():
-        say(f"isotron: {wanted.load} holds no checkpoint yet, a new run begins")
-    else:
-        raise refuse(
-            f"--load {wanted.load}",
-            "there is no complete checkpoint",
-            "the directory of a run that has saved, or leave --load out to start a new run",
-        )
-    return found
-
-
-def whole(state: TrainState) -> None:
-    """Refuse options of a partial load for a run that is resumed with its optimizer state."""
-    wanted = state.config.checkpoint
-    if wanted.rename or not wanted.strict_load:
-        asked = f"--rename {' '.join(wanted.rename)}" if wanted.rename else "--no-strict-load"
-        case = "a run is resumed whole, with the optimizer state of every weight"
-        raise refuse(f"{asked} --load {wanted.load}", case, "--finetune, to take the weights alone")
 
 
 def needed_samples(state: TrainState) -> int:

@@ -13,12 +13,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from isotron.core.checkpoint.background import BackgroundSaver
+from isotron.core.checkpoint.near import Near
 from isotron.core.checkpoint.remote import push
 from isotron.core.errors import Refused
 from isotron.train.faults import Watchdog
 from isotron.train.metrics import Metrics
 from isotron.train.nextloss import Facts, NextLoss
-from isotron.train.state import TrainState, save_state, start_save
+from isotron.train.state import TrainState, save_near, save_state, start_save
 
 
 @dataclass
@@ -27,7 +28,7 @@ class Saves:
 
     `files`: further files of every checkpoint. `saver`: saves in the background, None for saves that are waited for.
     `step`: the step whose checkpoint is there or being written, -1 for none; the same on all ranks.
-    `before_write(step)` is called when a save begins.
+    `before_write(step)` is called when a save begins. `near`: the nodes' own directories, None for a run without them.
     """
 
     state: TrainState
@@ -39,6 +40,8 @@ class Saves:
     step: int = -1
     next_loss: NextLoss = field(default_factory=lambda: NextLoss(False))
     before_write: Callable[[int], None] = lambda step: None
+    near: Near | None = None
+    _near_under_way: bool = False
     _copying: Future[str] | None = None
 
     @property
@@ -57,6 +60,19 @@ class Saves:
         self.before_write(self.state.step)
         start_save(self.state, self.directory, self.files, self.saver)
         self.step = self.state.step
+
+    def save_near(self) -> None:
+        """A save in the nodes' own directories that is due. One that fails is reported and no more."""
+        if self.near is None:
+            return
+        with self._tolerated():
+            self.settle()
+        with self._forgiven():
+            self._near_under_way = self.saver is not None
+            with self.watchdog.phase("save"):
+                path = save_near(self.state, self.near, self.files, self.saver)
+            if path is not None:
+                self.metrics.event("saved_locally", step=self.state.step, path=str(path))
 
     def save_last(self) -> None:
         """See that a checkpoint of this step is on the disk; the save that a run ends with must succeed."""
@@ -86,6 +102,11 @@ class Saves:
         if self.saver is None or self.saver.step is None:
             return
         step = self.saver.step
+        if self._near_under_way:
+            self._near_under_way = False
+            with self._forgiven(), self.watchdog.phase("save"):
+                self.metrics.event("saved_locally", step=step, path=str(self.saver.wait()))
+            return
         with self.watchdog.phase("save"):
             path = self.saver.wait()
         self._say_saved(step, path)
@@ -146,6 +167,16 @@ class Saves:
             if self.state.config.checkpoint.on_save_failure == "stop":
                 raise
             self._failed(refusal)
+
+    @contextlib.contextmanager
+    def _forgiven(self) -> Iterator[None]:
+        """The checkpoints in `directory` are what counts."""
+        try:
+            yield
+        except Refused as refusal:
+            case = "; ".join(problem.case for problem in refusal.problems)
+            self.metrics.event("local_save_failed", why=case)
+            self.metrics.say(f"isotron: a checkpoint in the nodes' own directories could not be written: {case}")
 
     def _failed(self, refusal: Refused) -> None:
         self.step = -1

@@ -19,6 +19,8 @@ from isotron.core.checkpoint.background import BackgroundSaver
 from isotron.core.checkpoint.group import GroupRanks
 from isotron.core.checkpoint.load import Source
 from isotron.core.checkpoint.locate import find, verify_files
+from isotron.core.checkpoint.near import Near, as_tensors
+from isotron.core.checkpoint.near_source import NearSource
 from isotron.core.checkpoint.ranks import together
 from isotron.core.checkpoint.save import Saved, save_checkpoint
 from isotron.core.checkpoint.weights import load_masters, load_weights
@@ -91,6 +93,18 @@ def start_save(state: TrainState, directory: Path, files: dict[str, bytes | Path
     saver.start(directory, state.step, tensors, meta, given.keep_last, given.keep_every, files)
 
 
+def save_near(
+    state: TrainState, near: Near, files: dict[str, bytes | Path], saver: BackgroundSaver | None
+) -> Path | None:
+    """Save this step in the nodes' own directories, or begin to where there is a `saver`; every rank calls it."""
+    step, meta = state.step, saved_meta(state)
+    tensors = [*saved_tensors(state), *as_tensors(files, near.ranks)]
+    if saver is None:
+        return near.save(step, tensors, meta)
+    saver.begin(step, tensors, lambda placed: near.save(step, placed, meta))
+    return None
+
+
 def saved_meta(state: TrainState) -> dict[str, Any]:
     """What the manifest holds beside tensors: the config, counters and the data position."""
     return {
@@ -136,13 +150,35 @@ def load_state(state: TrainState, step_dir: Path) -> None:
 
     def read() -> None:
         source = Source(step_dir)
-        load_weights(state.model, source)
-        _load_optimizer(state, source)
-        state.step = source.manifest.step
-        _load_counters(state, source.manifest.meta, step_dir)
+        _take(state, source)
         source.close()
 
     together(state.ranks, f"resume from {step_dir}", read)
+    _compare_replicas(state, step_dir)
+
+
+def load_near(state: TrainState, source: NearSource) -> int:
+    """Resume from the nodes' own directories, in any layout; every rank calls it. Bytes that came from other nodes."""
+    asked = f"resume from {source.path}"
+    together(state.ranks, asked, lambda: _read_tensors(state, source))  # notes what has to be fetched
+    received = source.fetch()
+    together(state.ranks, asked, lambda: _take(state, source))
+    _compare_replicas(state, source.path)
+    return received
+
+
+def _take(state: TrainState, source: Source) -> None:
+    _read_tensors(state, source)
+    state.step = source.manifest.step
+    _load_counters(state, source.manifest.meta, source.path)
+
+
+def _read_tensors(state: TrainState, source: Source) -> None:
+    load_weights(state.model, source)
+    _load_optimizer(state, source)
+
+
+def _compare_replicas(state: TrainState, step_dir: Path) -> None:
     differing = unequal_replicas(state.model)
     if differing:
         raise refuse(

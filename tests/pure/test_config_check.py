@@ -153,6 +153,7 @@ BOTH_SIDES: dict[str, tuple[str, str, dict]] = {
     "WSD has a decay": ("--lr-decay-style WSD", "--lr-decay-style WSD --lr-wsd-decay-iters 100", {}),
     "weight-decay ramp": ("--start-weight-decay 0", "--start-weight-decay 0 --weight-decay-incr-style cosine", {}),
     "loss scale of float16": ("--loss-scale 8", "--loss-scale 8 --dtype float16", {}),
+    "local saves": ("--local-save /dev/shm/run", "--local-save /dev/shm/run --local-save-interval 10", {}),
     "kept beside the last": ("--keep-every 100", "--keep-every 100 --keep-last 2", {}),
     "faults on purpose": ("--inject kill@3:0 nan@2:1 burn@3:0", "--inject kill@3:0 kill-save@2:0", {}),
     "spikes stand out": ("--spike-factor 0.5", "--spike-factor 1.5", {}),

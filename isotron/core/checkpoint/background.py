@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,16 +67,21 @@ class BackgroundSaver:
 
         `meta` is kept as it is and must not change. Raises RuntimeError when an earlier save was not asked about.
         """
+
+        def write(placed: list[Saved]) -> Path:
+            return save_checkpoint(directory, step, placed, meta, self._ranks, keep_last, extra_files, keep_every)
+
+        self.begin(step, tensors, write)
+
+    def begin(self, step: int, tensors: Sequence[Saved], write: Callable[[list[Saved]], Path]) -> None:
+        """Begin to save by `write`, which gets the copies and returns where the step is; else as `start`."""
         if self._job is not None:
             raise RuntimeError(f"step {self._job.step} is still being saved; call wait() first")
         job = self._job = _Job(step)
 
         def work() -> None:
             try:
-                placed = self._stage(job, tensors)
-                job.path = save_checkpoint(
-                    directory, step, placed, meta, self._ranks, keep_last, extra_files, keep_every
-                )
+                job.path = write(self._stage(job, tensors))
             except Exception as error:  # the caller hears of it in wait()
                 job.error = error
             finally:

@@ -26,6 +26,15 @@ class CheckpointConfig:
     remote_save: str = option(
         "", "also copy each checkpoint, once it is complete, to this address (s3://.., gs://.., any that fsspec opens)"
     )
+    local_save: str = option(
+        "",
+        "directory that each node has for itself (/dev/shm/NAME, a local disk), for frequent checkpoints with a copy "
+        "on the next node; resuming takes the newest of both places",
+    )
+    local_save_interval: int = option(0, "steps between checkpoints in local_save", unit="steps")
+    local_save_ranks: int = option(
+        0, "ranks that share a node and its local_save; 0 means as many as the launcher started on this one"
+    )
     rename: tuple[str, ...] = option(
         (), "when only weights are taken: OLD=NEW names of tensors in load and in the model, one * on both sides"
     )

@@ -15,8 +15,8 @@ from isotron.core.checkpoint.format import FileEntry
 BLOCK_BYTES = 2**22
 
 
-def write_blocks(file: Path, blocks: Iterator[bytes | memoryview]) -> FileEntry:
-    """Write a new file from blocks of bytes, hashing on the way, and sync it to disk.
+def write_blocks(file: Path, blocks: Iterator[bytes | memoryview], sync: bool = True) -> FileEntry:
+    """Write a new file from blocks of bytes, hashing on the way, and (`sync`) sync it to disk.
 
     Large blocks are hashed by another thread while they are written: each takes a core for about as long.
     """
@@ -30,7 +30,8 @@ def write_blocks(file: Path, blocks: Iterator[bytes | memoryview]) -> FileEntry:
             else:
                 hashed.result()
             size += len(block)
-        os.fsync(f.fileno())
+        if sync:
+            os.fsync(f.fileno())
     return FileEntry(size, digest.hexdigest())
 
 

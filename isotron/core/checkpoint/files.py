@@ -40,10 +40,10 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def write_tensors(file: Path, items: Sequence[Item]) -> FileEntry:
+def write_tensors(file: Path, items: Sequence[Item], sync: bool = True) -> FileEntry:
     """Write one safetensors file, synced to disk; wide elements first, so that every tensor is aligned."""
     items = sorted(items, key=lambda item: -item.tensor.element_size())
-    return write_blocks(file, _blocks(items))
+    return write_blocks(file, _blocks(items), sync)
 
 
 def _blocks(items: Sequence[Item]) -> Iterator[bytes | memoryview]:

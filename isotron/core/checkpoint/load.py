@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 
 from isotron.core.checkpoint.cover import lies_inside, region_text
 from isotron.core.checkpoint.files import dtype_name
-from isotron.core.checkpoint.format import DTYPES, Chunk, Entry
+from isotron.core.checkpoint.format import DTYPES, Chunk, Entry, Manifest
 from isotron.core.checkpoint.locate import file_inside, verify_files
 from isotron.core.errors import Problem, Refused, refuse
 from isotron.core.layout import Box, Ints
@@ -40,13 +40,13 @@ class TensorSource(Protocol):
 class Source:
     """The tensors of one step directory.
 
-    Opening it checks the manifest and the sizes of all files; `manifest` is then at hand. Hashes are for
-    `locate.verify_files`.
+    Opening it checks the manifest and the sizes of all files, unless a checked `manifest` is given; `manifest` is then
+    at hand. Hashes are for `locate.verify_files`.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, manifest: Manifest | None = None) -> None:
         self.path = Path(path)
-        self.manifest = verify_files(self.path, hashes=False)
+        self.manifest = verify_files(self.path, hashes=False) if manifest is None else manifest
         self._open: OrderedDict[str, Any] = OrderedDict()
 
     def names(self) -> list[str]:
@@ -108,9 +108,13 @@ class Source:
         if file not in self._open:
             while len(self._open) >= OPEN_FILES:
                 self._open.popitem(last=False)
-            self._open[file] = safe_open(file_inside(self.path, file), framework="pt")
+            self._open[file] = safe_open(file_inside(self._place(file), file), framework="pt")
         self._open.move_to_end(file)
         return self._open[file]
+
+    def _place(self, file: str) -> Path:
+        """The directory of a file."""
+        return self.path
 
     def _refuse(self, case: str) -> Refused:
         fix = "load tensors as its manifest.json lists them (names, shapes, dtypes), or load another step"

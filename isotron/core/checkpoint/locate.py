@@ -111,7 +111,7 @@ def verify_files(path: str | Path, hashes: bool = True, share: tuple[int, int] =
     manifest = read_manifest(path)
     problems = []
     for index, (name, entry) in enumerate(sorted(manifest.files.items())):
-        case = _file_error(path, name, entry, hashes and index % share[1] == share[0])
+        case = file_error(path, name, entry, hashes and index % share[1] == share[0])
         if case:
             fix = "load another step_XXXXXXXX directory of the same run, or copy this file again from where it came"
             problems.append(Problem(f"read the checkpoint {path}", case, fix))
@@ -120,7 +120,8 @@ def verify_files(path: str | Path, hashes: bool = True, share: tuple[int, int] =
     return manifest
 
 
-def _file_error(path: Path, name: str, entry: FileEntry, hashed: bool) -> str | None:
+def file_error(path: Path, name: str, entry: FileEntry, hashed: bool) -> str | None:
+    """What is wrong with one file of a step directory, its bytes compared with the hash if `hashed`; or None."""
     file = path / name
     try:
         file_inside(path, name)
