@@ -8,7 +8,7 @@ two such measurements against each other by one rule: max|a-b| <= tolerance * ma
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -40,7 +40,8 @@ class Case:
 
     `batch_multiples`: step i has multiples[i % len] x `global_batch` samples, whatever the layout makes of them.
     `masked_steps`: steps in which no token counts. `isolate`: two documents per sample that do not see each other.
-    `frozen`: patterns of parameters that are not trained. `device`: "cpu", or "cuda" with one device per rank.
+    `frozen`: patterns of parameters that are not trained. `device`: "cpu", or "cuda" with one device per rank. `rows`:
+    gives the samples of a range as a batch; random ones without it.
     """
 
     model: Any
@@ -57,6 +58,7 @@ class Case:
     inject: str = ""
     frozen: tuple[str, ...] = ()
     device: str = "cpu"
+    rows: Callable[[range], Batch] | None = None
     # epsilon far above rounding keeps Adam from turning the last bit of a tiny gradient into a step
     optim: OptimConfig = OptimConfig(clip_grad=1.0, adam_eps=1e-6)
 
@@ -98,11 +100,15 @@ def microbatches(case: Case, step: int, dp: Group) -> list[Batch]:
     batches = []
     for j in range(sizes[step % len(sizes)] // share):
         start = first + j * share + dp.index * case.micro_batch
-        rows, masks = zip(*(sample(case, n) for n in range(start, start + case.micro_batch)), strict=True)
+        numbers = range(start, start + case.micro_batch)
+        if case.rows is not None:
+            batches.append(case.rows(numbers))
+            continue
+        rows, masks = zip(*(sample(case, n) for n in numbers), strict=True)
         tokens = torch.stack(rows)
         positions = torch.arange(case.sequence).expand(case.micro_batch, -1)
         docs = (positions >= case.sequence // 3).long() if case.isolate else None
-        ids = torch.arange(start, start + case.micro_batch)
+        ids = torch.tensor(list(numbers))
         mask = torch.stack(masks) * (step not in case.masked_steps)
         batches.append(Batch(tokens[:, :-1], tokens[:, 1:], mask, positions, ids, docs))
     return batches
