@@ -38,8 +38,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "packed": {"pack_documents": True},
     "answers": {"pack_documents": True},  # loss on some labels alone
     "isolated": {"reset_position_ids": True, "reset_attention_mask": True, "eod_mask_loss": True},
-    "fim": {"fim_rate": 0.7, "fim_token_ids": (127, 128, 129)},
-    "fim of isolated": {"fim_rate": 0.7, "fim_token_ids": (127, 128, 129), "reset_attention_mask": True},
+    "fim": {"fim_cut": "tokens", "fim_rate": 0.7, "fim_token_ids": (127, 128, 129)},
+    "fim of isolated": {
+        "fim_cut": "tokens",
+        "fim_rate": 0.7,
+        "fim_token_ids": (127, 128, 129),
+        "reset_attention_mask": True,
+    },
 }
 AXES = {
     "rows": tuple(OPTIONS),

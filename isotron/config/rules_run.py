@@ -309,6 +309,11 @@ def _fim(c: RunConfig, f: Facts) -> Problem:
     return Problem(asked(c, "fim_rate", "fim_token_ids"), case, "--fim-token-ids 100258,100259,100260")
 
 
+def _no_text(c: RunConfig, f: Facts) -> Problem:
+    case = "without a tokenizer there is no text to be cut between characters"
+    return Problem(asked(c, "fim_rate", "fim_cut"), case, "--fim-cut tokens, or --tokenizer-model FILE")
+
+
 def _packed_stream(c: RunConfig, f: Facts) -> Problem:
     given = [leaf for leaf in (*_DOCUMENTS, "mock_data") if getattr(c.data, leaf)] + ["fim_rate"] * bool(
         c.data.fim_rate
@@ -347,6 +352,9 @@ RUN_RULES: tuple[Rule, ...] = (
          lambda c, f: c.data.multiple_validation_sets and not c.data.valid_data_path, _no_sets),
     Rule("ranges of samples", ("skip_samples",), lambda c, f: _bad_skips(c), _skips),
     Rule("tokens of fill-in-the-middle", ("fim_rate", "fim_token_ids"), lambda c, f: _bad_fim(c), _fim),
+    Rule("text of fill-in-the-middle", ("fim_rate", "fim_cut", *_FILES, "tokenizer_type"),
+         lambda c, f: c.data.fim_rate > 0 and c.data.fim_cut == "characters" and not _has_tokenizer(c)
+         and c.tokenizer.tokenizer_type != "NullTokenizer", _no_text),
     Rule("packed rows", ("pack_documents", *_DOCUMENTS, "mock_data", "fim_rate"),
          lambda c, f: c.data.pack_documents
          and (any(getattr(c.data, x) for x in (*_DOCUMENTS, "mock_data")) or c.data.fim_rate > 0), _packed_stream),

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -34,6 +35,7 @@ from isotron.data.info import read_info
 from isotron.data.mock import MockDataset
 from isotron.data.packed import PackedDataset
 from isotron.data.parts import NAMES, check_part
+from isotron.tokenizers.base import Tokenizer
 
 Log = Callable[[str], None]
 CACHE = "isotron_index_cache"
@@ -50,6 +52,7 @@ class _Request:
     eod: int | None
     log: Log
     label: str = ""
+    tokenizer: Tokenizer | None = None
     opened: dict[str, IndexedDataset] = field(default_factory=dict)
 
     def open(self, prefix: str) -> IndexedDataset:
@@ -75,15 +78,17 @@ def build_datasets(
     vocab_size: int = 0,
     eod: int | None = None,
     label: str = "",
+    tokenizer: Tokenizer | None = None,
 ) -> tuple[Dataset | None, Dataset | None]:
     """(training, validation), each with at least the `num_samples` asked for it; None where 0 are asked for.
 
     Validation is also None when its part of the split is 0. vocab_size and eod of the tokenizer, where they are known,
-    are checked against the data. `label` follows the name of the training data in the log.
+    are checked against the data. `label` follows the name of the training data in the log. tokenizer: cuts texts for
+    fill-in-the-middle.
     """
     if not 0 <= seed < 2**32:
         raise refuse(f"--seed {seed}", "the data order needs a seed of 0..4294967295", "--seed 1234")
-    request = _Request(config, seed, vocab_size, eod, log, label)
+    request = _Request(config, seed, vocab_size, eod, log, label, tokenizer)
     if config.mock_data:
         return _mock(request, num_samples)
     return _build(request, 0, num_samples[0]), _build(request, 1, num_samples[1])
@@ -99,6 +104,7 @@ def build_segments(
     vocab_size: int = 0,
     eod: int | None = None,
     consumed: int = 0,
+    tokenizer: Tokenizer | None = None,
 ) -> tuple[Dataset, Dataset | dict[str, Dataset] | None]:
     """(training, validation) of a run that may have been made longer, as `build_datasets` gives them.
 
@@ -112,7 +118,8 @@ def build_segments(
         together = 0 if i or config.multiple_validation_sets else num_valid
         wanted, label = (count, together), _label(segments, i, consumed)
         own = (seed + i) % 2**32
-        train, valid = build_datasets(config, own, wanted, log, vocab_size=vocab_size, eod=eod, label=label)
+        known: dict[str, Any] = {"vocab_size": vocab_size, "eod": eod, "label": label, "tokenizer": tokenizer}
+        train, valid = build_datasets(config, own, wanted, log, **known)
         if train is None:
             raise ValueError(f"segments of {segments} samples: each has at least one")
         parts.append((count, train))
@@ -191,7 +198,17 @@ def _build(request: _Request, part: int, count: int) -> Dataset | None:
     dataset = make(request, sources, [ranges[prefix] for prefix in sources.prefixes], count, NAMES[part])
     if part or not config.fim_rate:
         return dataset
-    return FimDataset(dataset, fim_tokens(config), request.eod, config.fim_rate, config.fim_spm_rate, request.seed)
+    return _filling(request, dataset)
+
+
+def _filling(request: _Request, dataset: Dataset) -> FimDataset:
+    """The rows of `dataset`, rearranged as the options say."""
+    config = request.config
+    tokens, tokenizer = fim_tokens(config), request.tokenizer if config.fim_cut == "characters" else None
+    if config.fim_cut == "characters" and tokenizer is None:
+        asked = f"--fim-rate {config.fim_rate} --fim-cut characters"
+        raise refuse(asked, "there is no tokenizer that knows the text", "--fim-cut tokens, or --tokenizer-model FILE")
+    return FimDataset(dataset, tokens, request.eod, config.fim_rate, config.fim_spm_rate, request.seed, tokenizer)
 
 
 def _gpt(request: _Request, prefix: str, documents: range, count: int | None) -> GPTDataset | PackedDataset:

@@ -24,4 +24,7 @@ class DataConfig:
     pack_documents: bool = option(False, "rows of whole documents, isolated and padded, instead of one long stream")
     fim_rate: float = option(0.0, "share of documents that are rearranged for fill-in-the-middle; 0 means none")
     fim_spm_rate: float = option(0.5, "share of the rearranged documents that begin with the suffix")
+    fim_cut: str = option(
+        "characters", "where they are cut: anywhere in their text, or between tokens", choices=("characters", "tokens")
+    )
     fim_token_ids: tuple[int, ...] = option((), "ids of the prefix, middle and suffix tokens of fill-in-the-middle")

@@ -1,9 +1,10 @@
 """Fill-in-the-middle: documents rearranged so that a model learns to write what is missing between two parts. PURE.
 
 Bavarian et al. 2022. A document in a row is cut at two random places and becomes prefix-suffix-middle,
-`<prefix> a <suffix> c <middle> b`, or suffix-prefix-middle, `<prefix> <suffix> c <middle> a b`. Cuts fall between
-tokens. A row that grew is cut at its length. What happens to a row depends on the seed and its number alone, so a
-resumed run sees the same rows.
+`<prefix> a <suffix> c <middle> b`, or suffix-prefix-middle, `<prefix> <suffix> c <middle> a b`. With a tokenizer the
+cuts fall between characters of its text, as where a person's cursor stands, and the parts are encoded anew; without one
+between tokens. A row that grew is cut at its length. What happens to a row depends on the seed and its number alone, so
+a resumed run sees the same rows.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from isotron.core.errors import refuse
 from isotron.data.config import DataConfig
 from isotron.data.gpt_dataset import Dataset
 from isotron.data.rows import Tokens
+from isotron.tokenizers.base import Tokenizer
 
 
 def fim_tokens(config: DataConfig) -> tuple[int, int, int]:
@@ -31,14 +33,22 @@ def fim_tokens(config: DataConfig) -> tuple[int, int, int]:
 class FimDataset:
     """Rows of `dataset` with a share `rate` of their documents rearranged, `spm_rate` of those suffix first.
 
-    tokens: ids of prefix, middle and suffix. eod: ends a document; None: a row is one document.
+    tokens: ids of prefix, middle and suffix. eod: ends a document; None: a row is one document. tokenizer: documents
+    are cut in their text; None: between tokens.
     """
 
     def __init__(
-        self, dataset: Dataset, tokens: tuple[int, int, int], eod: int | None, rate: float, spm_rate: float, seed: int
+        self,
+        dataset: Dataset,
+        tokens: tuple[int, int, int],
+        eod: int | None,
+        rate: float,
+        spm_rate: float,
+        seed: int,
+        tokenizer: Tokenizer | None = None,
     ) -> None:
         self.dataset, self.tokens, self.eod = dataset, tokens, eod
-        self.rate, self.spm_rate, self.seed = rate, spm_rate, seed
+        self.rate, self.spm_rate, self.seed, self.tokenizer = rate, spm_rate, seed, tokenizer
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -56,12 +66,27 @@ class FimDataset:
 
     def _rearranged(self, document: Tokens, random: np.random.Generator) -> Tokens:
         """One document without its end; as it was for the share that is left alone."""
-        rate, order = random.random(2)
-        low, high = np.sort(random.integers(0, len(document) + 1, 2))
+        rate, order, *places = random.random(4)
         if rate >= self.rate or len(document) < 2:
             return document
         prefix, middle, suffix = (np.array([token], dtype=np.int64) for token in self.tokens)
-        a, b, c = document[:low], document[low:high], document[high:]
+        a, b, c = self._cut(document, *sorted(places))
         if order < self.spm_rate:
             return np.concatenate((prefix, suffix, c, middle, a, b))
         return np.concatenate((prefix, a, suffix, c, middle, b))
+
+    def _cut(self, document: Tokens, low: float, high: float) -> tuple[Tokens, Tokens, Tokens]:
+        """The document in three parts, cut at two places between 0 and 1.
+
+        Between tokens also where its text does not give back its ids (a row may begin or end within a character), and
+        where the parts have fewer ids than the whole, so that the row would be too short.
+        """
+        text = "" if self.tokenizer is None else self.tokenizer.decode(document.tolist())
+        if self.tokenizer is not None and self.tokenizer.encode(text) == document.tolist():
+            first, second = (int(place * (len(text) + 1)) for place in (low, high))
+            parts = self.tokenizer.encode_batch([text[:first], text[first:second], text[second:]])
+            if sum(map(len, parts)) >= len(document):
+                a, b, c = (np.array(part, dtype=np.int64) for part in parts)
+                return a, b, c
+        first, second = (int(place * (len(document) + 1)) for place in (low, high))
+        return document[:first], document[first:second], document[second:]

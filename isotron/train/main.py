@@ -122,7 +122,7 @@ def _prepare(
     stack.enter_context(stacks.listening(state.ranks))
     watchdog.survey = stacks.collect
     eod = None if tokenizer is None else tokenizer.eod
-    train_data, valid_data = datasets(state, eod, say)
+    train_data, valid_data = datasets(state, tokenizer, say)
     if world.rank == 0:
         (directory / "config.toml").write_text(to_toml(config), encoding="utf-8")
     files = {**tokenizer_files(tokenizer, scratch), **origin_files(loaded, scratch)}
@@ -144,7 +144,7 @@ def _prepare(
 
     def rebuild() -> tuple[Any, Any]:
         state.segments = extended(state.segments, needed_samples(state))
-        return datasets(state, eod, say)
+        return datasets(state, tokenizer, say)
 
     deadline = Deadline(config.faults.exit_duration_in_mins)
     reporting = (metrics, stop, watchdog, guard, judge, injector, deadline)
@@ -213,7 +213,7 @@ def extended(segments: list[int], needed: int) -> list[int]:
     return [*segments, missing] if missing > 0 or not segments else list(segments)
 
 
-def datasets(state: TrainState, eod: int | None, say: Callable[[str], None]) -> tuple[Any, Any]:
+def datasets(state: TrainState, tokenizer: Tokenizer | None, say: Callable[[str], None]) -> tuple[Any, Any]:
     """Training data in the order that the checkpoint froze, and validation data."""
     cfg, train = state.config, state.config.train
     held_out = train.eval_iters * train.global_batch_size
@@ -222,9 +222,9 @@ def datasets(state: TrainState, eod: int | None, say: Callable[[str], None]) -> 
     if consumed and before and before != state.sources:
         then, now = (" + ".join(f"{d:,} documents with {t:,} tokens" for d, t in c) for c in (before, state.sources))
         say(f"isotron: the data is not what this run has read so far: {then} then, {now or 'made-up data'} now")
-    return build_segments(
-        cfg.data, train.seed, state.segments, held_out, say, vocab_size=vocab, eod=eod, consumed=consumed
-    )
+    eod = None if tokenizer is None else tokenizer.eod
+    known: dict[str, Any] = {"vocab_size": vocab, "eod": eod, "tokenizer": tokenizer}
+    return build_segments(cfg.data, train.seed, state.segments, held_out, say, consumed=consumed, **known)
 
 
 def check_space(state: TrainState, directory: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -198,6 +199,32 @@ def test_fill_in_the_middle_rearranges_documents_by_number(tmp_path: Path) -> No
     config = DataConfig(data_path=(prefix,), seq_length=4, split="1", fim_rate=1.0)
     with pytest.raises(Refused, match="three different ids"):
         build_datasets(config, 1, (3, 0), quiet)
+    with pytest.raises(Refused, match="--fim-cut characters\nbut: .*there is no tokenizer"):
+        build_datasets(replace(config, fim_token_ids=(1, 2, 3)), 1, (3, 0), quiet)
+
+
+def test_fill_in_the_middle_cuts_texts_anywhere() -> None:
+    """Between characters, encoded anew: the parts are the text; what is no text is cut between its ids."""
+    tokenizer = build_tokenizer(TokenizerConfig(tokenizer_model=str(DEMO)))
+    text = "And it came to pass — in those days — that nobody counted characters."
+    ids = tokenizer.encode(text)
+    broken = [*tokenizer.encode("漢")[:1], *ids]  # a row that begins within a character
+    assert tokenizer.encode(tokenizer.decode(broken)) != broken
+    special = (5000, 5001, 5002)
+
+    def parts(row: list[int], number: int) -> tuple[list[int], list[int], list[int]]:
+        rows = [np.array([*row, *[tokenizer.eod] * 40])] * (number + 1)
+        made = FimDataset(rows, special, tokenizer.eod, 1.0, 0.0, 7, tokenizer)[number].tolist()  # type: ignore[arg-type]
+        made = made[: made.index(tokenizer.eod)]
+        p, m, s = (made.index(t) for t in special)
+        return made[p + 1 : s], made[m + 1 :], made[s + 1 : m]
+
+    found = [parts(ids, number) for number in range(60)]
+    texts = [[tokenizer.decode(part) for part in three] for three in found]
+    assert all("".join(three) == text for three in texts)
+    assert all([tokenizer.encode(t) for t in ts] == list(three) for ts, three in zip(texts, found, strict=True))
+    assert sum(sum(three, []) != ids for three in found) > 30  # most cuts lie within a token
+    assert all(sum(parts(broken, number), []) == broken for number in range(20))
 
 
 def test_batches_grow_as_in_megatron() -> None:

@@ -141,7 +141,10 @@ BOTH_SIDES: dict[str, tuple[str, str, dict]] = {
     "several validation sets": ("--multiple-validation-sets", "--multiple-validation-sets --no-mock-data "
                                 "--data-path corpus --valid-data-path corpus", {}),
     "ranges of samples": ("--skip-samples 9-3", "--skip-samples 3-9 20-20", {}),
-    "tokens of fill-in-the-middle": ("--fim-rate 0.5 --fim-token-ids 1,2", "--fim-rate 0.5 --fim-token-ids 1,2,3", {}),
+    "tokens of fill-in-the-middle": ("--fim-cut tokens --fim-rate 0.5 --fim-token-ids 1,2",
+                                     "--fim-cut tokens --fim-rate 0.5 --fim-token-ids 1,2,3", {}),
+    "text of fill-in-the-middle": ("--fim-rate 0.5 --fim-token-ids 1,2,3",
+                                   "--fim-rate 0.5 --fim-token-ids 1,2,3 --tokenizer-model t.json", {}),
     "packed rows": ("--pack-documents", "--pack-documents --no-mock-data --data-path corpus", {}),
     "split": ("--split 969,-1", "--split 90,10", {}),
     "words of parameter groups": ("--param-groups embed.*:lr=2", "--param-groups embed.*:lr_mult=2,optimizer=lion", {}),
