@@ -39,6 +39,7 @@ __all__ = [
     "run_ranks",
     "shutdown",
     "stamp",
+    "started_again",
 ]
 
 
@@ -91,6 +92,12 @@ def init_distributed(world: World, device: torch.device, timeout: float = 600.0)
         timeout=timedelta(seconds=timeout),
         device_id=device if device.type != "cpu" else None,
     )
+
+
+def started_again(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether torchrun or Slurm has started this job before."""
+    env = os.environ if environ is None else environ
+    return any(_number(env, name, 0) > 0 for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
 
 
 # ---- who started this process --------------------------------------------------------------------------------------

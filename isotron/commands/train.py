@@ -12,9 +12,10 @@ from isotron.commands import dry_run
 from isotron.commands.run_options import JSON, device_count, prepare, run_help, show_config
 from isotron.config.catalogue import Option
 from isotron.config.schema import RunConfig, changed
+from isotron.core.checkpoint.locate import LATEST
 from isotron.core.errors import Refused, refuse
 from isotron.evaluate.tasks import problems_of
-from isotron.launch import World, from_environment, run_local
+from isotron.launch import World, from_environment, run_local, started_again
 from isotron.planner.advice import warnings
 from isotron.planner.fit import available_memory, memory_problem, out_of_memory
 from isotron.planner.job import Job
@@ -52,6 +53,7 @@ def run(words: Sequence[str]) -> int:
         return build_index(prepared.config)
     check_memory(prepared.config, world)
     config, directory = with_directories(prepared.config, world)
+    config = going_on(config, world is not None and started_again())
     processes = 1 if world is not None else config.layout.world
     return run_local(MAIN, processes, (config, directory))
 
@@ -108,6 +110,14 @@ def with_directories(config: RunConfig, world: World | None) -> tuple[RunConfig,
     """The config with `save` filled in, and the run directory; every rank of a launcher comes to the same names."""
     run = config.log.run_dir or config.checkpoint.save or f"runs/{_run_name(world)}"
     return changed(config, run_dir=run, save=config.checkpoint.save or run), run
+
+
+def going_on(config: RunConfig, again: bool) -> RunConfig:
+    """The config of a job that its launcher has started `again`: it resumes from its own checkpoints, if it has any."""
+    save = config.checkpoint.save
+    if not again or (config.checkpoint.load and not os.path.exists(os.path.join(save, LATEST))):
+        return config
+    return changed(config, load=save, finetune=False, rename=(), strict_load=True)
 
 
 def _run_name(world: World | None) -> str:

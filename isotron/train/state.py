@@ -18,7 +18,7 @@ from isotron.core import comm
 from isotron.core.checkpoint.background import BackgroundSaver
 from isotron.core.checkpoint.group import GroupRanks
 from isotron.core.checkpoint.load import Source
-from isotron.core.checkpoint.locate import find, verify_files
+from isotron.core.checkpoint.locate import Choice, choice, first_whole, verify_files
 from isotron.core.checkpoint.near import Near, as_tensors
 from isotron.core.checkpoint.near_source import NearSource
 from isotron.core.checkpoint.ranks import together
@@ -129,20 +129,22 @@ def state_bytes(state: TrainState) -> int:
 
 
 def find_checkpoint(path: str, ranks: GroupRanks, say: Callable[[str], None]) -> Path | None:
-    """The step directory to resume from, as rank 0 sees it, agreed by all ranks and checked to be visible to each.
+    """The step directory to resume from: what rank 0 sees, every file hashed by one of the ranks, seen by each.
 
     `say` hears of damaged checkpoints that were passed over.
     """
 
-    def on_first() -> str | None:
-        found = find(path, say, hashes=True) if ranks.rank == 0 else None
-        return None if found is None else str(found)
+    def on_first() -> list[str]:
+        found = choice(path, say) if ranks.rank == 0 else Choice(Path(path), [], None)
+        return [*map(str, found.steps), "" if found.named is None else str(found.named)]
 
-    found, _ = together(ranks, f"load from {path}", on_first)
-    chosen = ranks.broadcast_json(found)
-    if chosen is not None:
-        together(ranks, f"load from {chosen}", lambda: verify_files(chosen, hashes=False))
-    return None if chosen is None else Path(chosen)
+    seen, _ = together(ranks, f"load from {path}", on_first)
+    *steps, named = ranks.broadcast_json(seen)
+    given = Choice(Path(path), list(map(Path, steps)), Path(named) if named else None)
+    share = ranks.rank, ranks.size
+    return first_whole(
+        given, say, lambda step: together(ranks, f"load from {step}", lambda: verify_files(step, share=share))
+    )
 
 
 def load_state(state: TrainState, step_dir: Path) -> None:

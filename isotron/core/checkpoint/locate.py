@@ -10,6 +10,7 @@ import hashlib
 import logging
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from isotron.core.checkpoint.format import MANIFEST, FileEntry, Manifest, read_manifest
@@ -40,6 +41,15 @@ def steps(run: Path) -> list[Path]:
     return [found[step] for step in sorted(found, reverse=True)]
 
 
+@dataclass(frozen=True)
+class Choice:
+    """Step directories that `path` (a run or a step) may mean, the most wanted first; `named`: by `latest`."""
+
+    path: Path
+    steps: list[Path]
+    named: Path | None
+
+
 def find(path: str | Path, log: Callable[[str], None] = _warn, hashes: bool = False) -> Path | None:
     """The step directory to load from `path`, a run directory or a step directory; None if there is no checkpoint.
 
@@ -48,28 +58,37 @@ def find(path: str | Path, log: Callable[[str], None] = _warn, hashes: bool = Fa
     start from scratch because its checkpoints are broken. `hashes` reads every byte; without it sizes are compared.
     On several ranks one of them decides and tells the others.
     """
+    return first_whole(choice(path, log), log, lambda step: verify_files(step, hashes))
+
+
+def choice(path: str | Path, log: Callable[[str], None] = _warn) -> Choice:
+    """What there is to load from `path`, unchecked."""
     path = Path(path)
     if not path.is_dir():
-        return None
+        return Choice(path, [], None)
     if (path / MANIFEST).exists() or STEP.fullmatch(path.name):
-        verify_files(path, hashes)
-        return path
-    named = pointed_at(path, log)
-    candidates = steps(path)
+        return Choice(path, [path], path)
+    named, candidates = pointed_at(path, log), steps(path)
     if named in candidates:
         candidates.remove(named)
         candidates.insert(0, named)
+    return Choice(path, candidates, named)
+
+
+def first_whole(given: Choice, log: Callable[[str], None], check: Callable[[Path], object]) -> Path | None:
+    """The first step that `check` does not refuse; refused with all that it found when it refuses every one."""
     damage: list[Problem] = []
-    for candidate in candidates:
+    for step in given.steps:
         try:
-            verify_files(candidate, hashes)
+            check(step)
         except Refused as refusal:
             damage += refusal.problems
-            log(f"checkpoint {candidate} is not complete, looking for another: {refusal.problems[0].case}")
+            if step != given.path:
+                log(f"checkpoint {step} is not complete, looking for another: {refusal.problems[0].case}")
             continue
-        if named != candidate:
-            log(f"loading {candidate}, the newest complete checkpoint of {path}")
-        return candidate
+        if given.named != step:
+            log(f"loading {step}, the newest complete checkpoint of {given.path}")
+        return step
     if damage:
         raise Refused(damage)
     return None
