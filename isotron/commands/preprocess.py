@@ -15,6 +15,7 @@ from isotron.commands.run_options import JSON
 from isotron.config.argv import Parsed, parse
 from isotron.config.catalogue import Option, catalogue
 from isotron.core.errors import Problem, Refused
+from isotron.data.sentences import LANGUAGES
 
 OWN = {
     "input": Option(
@@ -29,6 +30,9 @@ OWN = {
     ),
     "split_sentences": Option("split_sentences", "bool", False, "a sequence for each sentence, for BERT and T5 data"),
     "keep_newlines": Option("keep_newlines", "bool", False, "sentences keep the white space behind them"),
+    "lang": Option(
+        "lang", "str", "english", "language of the sentences: its abbreviations end none", choices=LANGUAGES
+    ),
     "max_documents": Option("max_documents", "int", 0, "stop after so many records; 0 means all"),
     "max_document_tokens": Option("max_document_tokens", "int", 0, "cut longer documents there; 0 means never"),
     "partitions": Option("partitions", "int", 1, "parts of the input, for several machines"),
@@ -61,6 +65,7 @@ def run(words: Sequence[str]) -> int:
         on_bad_line=values["on_bad_line"],
         split_sentences=values["split_sentences"],
         keep_newlines=values["keep_newlines"],
+        lang=values["lang"],
         max_documents=values["max_documents"],
         max_document_tokens=values["max_document_tokens"],
         share=Share(values["partition"], values["partitions"]) if values["partition"] >= 0 else Share(),

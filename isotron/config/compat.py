@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from isotron.config import compat_ignored, compat_refused
+from isotron.config import compat_ignored, compat_refused, data_files
 from isotron.core.errors import Problem
 
 ALIASES: dict[str, str] = {
@@ -88,6 +88,7 @@ SETS: dict[str, dict[str, Any]] = {
     "--log-straggler": {"straggler_interval": 100},
     "--check-for-spiky-loss": {"spike_factor": 10.0},
     "--group-query-attention": {"@grouped": True},
+    "--dataloader-inter-document-masking": {"reset_attention_mask": True},
     "--use-rope-scaling": {"rope_scaling": "llama3", "rope_original_positions": 8192},
 }
 CHOICES: dict[str, dict[str, dict[str, Any] | Problem]] = {
@@ -113,6 +114,11 @@ CHOICES: dict[str, dict[str, dict[str, Any] | Problem]] = {
         "cyclic": Problem(
             "--dataloader-type cyclic",
             "samples are always read in the order of Megatron's single loader, so that a resumed run continues it",
+            "--dataloader-type single",
+        ),
+        "external": Problem(
+            "--dataloader-type external",
+            "a loop with a loader of its own is written on isotron.core (examples/core_loop.py)",
             "--dataloader-type single",
         ),
     },
@@ -151,6 +157,8 @@ def find(flag: str) -> Foreign | None:
         return Foreign(1, lambda _flag, words: _late(flag, words[0]), (LATE[flag],))
     if flag == "--train-data-path":
         return Foreign(-1, lambda _flag, words: {"data_path": tuple(words), "@train_data": True}, ("data_path",))
+    if flag in data_files.FILES:
+        return Foreign(1, data_files.FILES[flag], ("data_path", "valid_data_path"))
     if flag in compat_ignored.IGNORED:
         count, reason = compat_ignored.IGNORED[flag]
         return Foreign(count, lambda _flag, _words: f"no effect: {reason}")
@@ -163,7 +171,7 @@ def find(flag: str) -> Foreign | None:
 @cache
 def names() -> frozenset[str]:
     """Every spelling in the tables that does something here, for suggestions."""
-    return frozenset([*SETS, *CHOICES, *LATE, "--train-data-path"])
+    return frozenset([*SETS, *CHOICES, *LATE, *data_files.FILES, "--train-data-path"])
 
 
 def _choice(flag: str, word: str) -> dict[str, Any] | str | Problem:

@@ -7,6 +7,10 @@ _LLAMA = "--family llama without it"
 _STEPS = "the length of a run is counted in steps"
 _STAGES = "layers are dealt to pipeline stages by number or by cost, the output layer counted at what it costs"
 _BUILT = "this part is not built yet"
+_FIM = ("the tokens are given by their ids", "--fim-rate 0.5 --fim-token-ids PREFIX,MIDDLE,SUFFIX")
+_MASKED = ("models that are trained on masked tokens are not built yet", _OUT)
+_NULL = ("its last id ends documents, and padding is masked by its place", "--tokenizer-type NullTokenizer alone")
+_TEMPLATE = ("conversations are written by the chat template in the tokenizer's files", "isotron finetune --load DIR")
 _FP8 = ("8-bit training is not built yet", "--dtype bfloat16")
 _FP4 = ("4-bit training is not built yet", "--dtype bfloat16")
 
@@ -67,8 +71,32 @@ REFUSED: dict[str, tuple[str, str]] = {
     "--decoupled-lr": ("it is a multiple of --lr", "--param-groups head.*:lr_mult=0.1 embed.*:lr_mult=0.1"),
     "--decoupled-min-lr": ("all weights share one schedule", "--min-lr 0.00003"),
     "--muon-no-split-qkv": ("queries, keys and values are matrices of their own", _OUT),
-    "--per-split-data-args-path": ("data is given on the command line", "--data-path PREFIX"),
-    "--data-args-path": ("data is given on the command line", "--data-path PREFIX"),
+    "--phase-transition-iterations": ("a run has one blend", "a run for each phase: --finetune --load DIR"),
+    "--object-storage-cache-path": ("token files are mapped from a file system", "a copy on a disk, and its path"),
+    "--dataloader-save": ("the place in the data is one integer in each checkpoint", _OUT),
+    "--fim-split-sample": ("a document is rearranged as a whole", _OUT),
+    "--fim-fragment-rate": ("a document is rearranged as a whole", "--fim-rate 0.5"),
+    "--fim-no-prefix": ("every document may be rearranged", _OUT),
+    "--fim-prefix-token": _FIM,
+    "--fim-middle-token": _FIM,
+    "--fim-suffix-token": _FIM,
+    "--fim-eod-token": ("documents end with the tokenizer's end-of-document id", _OUT),
+    "--short-seq-prob": _MASKED,
+    "--mask-prob": _MASKED,
+    "--retriever-seq-length": ("retrieval models are not built yet", _OUT),
+    "--varlen-mock-dataset-config-json": ("made-up documents have one distribution of lengths", "--mock-data"),
+    "--tokenizer-metadata": ("the kind of a tokenizer is told by its files", "--tokenizer-model DIR"),
+    "--tokenizer-sentencepiece-legacy": ("the model file says how text is encoded", "--tokenizer-model FILE"),
+    "--tokenizer-hf-include-special-tokens": ("encoding never adds special tokens", "isotron preprocess --append-eod"),
+    "--tiktoken-num-special-tokens": ("the special tokens follow from the file", _OUT),
+    "--null-tokenizer-eod-id": _NULL,
+    "--null-tokenizer-pad-id": _NULL,
+    "--sft-tokenizer-prompt-format": _TEMPLATE,
+    "--tokenizer-prompt-format": _TEMPLATE,
+    "--image-tag-type": ("models with images are not built yet", _OUT),
+    "--force-system-message": _TEMPLATE,
+    "--no-save-tokenizer-assets": ("a checkpoint always holds its tokenizer", _OUT),
+    "--workers-to-check": ("workers follow from the cores and the size of the input", "--workers 8"),
     "--decoder-seq-length": ("no encoder-decoder family is built yet", "--seq-length 1024"),
     "--sft": ("conversations are fine-tuned on by a verb of their own", "isotron finetune --load DIR --data-path DIR"),
     "--fim-data": ("the share of documents is the switch", "--fim-rate 0.5 --fim-token-ids P,M,S"),
@@ -117,6 +145,12 @@ ONLY: dict[str, tuple[tuple[str, ...], str, str]] = {
         ("duplicated", "distributed"),
         "muon works on whole matrices in every layout, and blocks of them would depend on it",
         "--muon-tp-mode duplicated",
+    ),
+    "--sample-rate": (("1", "1.0"), "all samples are read", "--sample-rate 1.0"),
+    "--mid-level-dataset-surplus": (
+        ("0.005",),
+        "each source of a blend has half a percent of samples in reserve, more where they are drawn",
+        "--mid-level-dataset-surplus 0.005",
     ),
     "--main-params-dtype": (("fp32",), "masters are float32", "--main-params-dtype fp32, or --master-remainders"),
     "--main-grads-dtype": (("fp32",), "gradients accumulate in float32", "--main-grads-dtype fp32"),

@@ -46,8 +46,8 @@ class Encoder:
     """How records become ids.
 
     keys: the fields to take. append_eod: each document ends with the end-of-document id. sentences: a document is a
-    sequence for each of its sentences. keep_newlines: see `split_sentences`. most: documents are cut behind so many
-    tokens (0: never); the end-of-document id comes on top.
+    sequence for each of its sentences. keep_newlines, language: see `split_sentences`. most: documents are cut behind
+    so many tokens (0: never); the end-of-document id comes on top.
     """
 
     tokenizer: Tokenizer
@@ -55,6 +55,7 @@ class Encoder:
     append_eod: bool
     sentences: bool = False
     keep_newlines: bool = False
+    language: str = "english"
     most: int = 0
 
     @np.errstate(all="raise")  # a number that does not fit ends the job, also as a mere warning
@@ -95,7 +96,7 @@ class Encoder:
         """The texts that are not empty as ids, and how many of them were cut."""
         filled = [text for text in texts if text and not text.isspace()]
         if self.sentences:
-            pieces = [split_sentences(text, self.keep_newlines) for text in filled]
+            pieces = [split_sentences(text, self.keep_newlines, self.language) for text in filled]
             ids, lengths = self.tokenizer.encode_flat([piece for document in pieces for piece in document])
             sequences = np.fromiter(map(len, pieces), dtype=np.int64, count=len(pieces))
         else:

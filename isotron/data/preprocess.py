@@ -79,6 +79,7 @@ def preprocess(
     on_bad_line: str = "error",
     split_sentences: bool = False,
     keep_newlines: bool = False,
+    lang: str = "english",
     max_documents: int = 0,
     max_document_tokens: int = 0,
     share: Share = WHOLE,
@@ -87,14 +88,15 @@ def preprocess(
     """Encode every record of `inputs` and write `{output_prefix}_{key}_document.bin/.idx` for each key.
 
     inputs: paths, patterns or `datasets` directories; see `inputs`. workers: processes; None means the cores of this
-    machine, fewer for small inputs. split_sentences: a sequence for each sentence, files named `_sentence`.
-    max_documents, max_document_tokens: 0 means all. share: one part of the input, written under a name of its own for
-    `partitions.join`. Refused: no usable document, a bad record (unless on_bad_line="skip"), bad options.
+    machine, fewer for small inputs. split_sentences: a sequence for each sentence (of the language `lang`), files
+    named `_sentence`. max_documents, max_document_tokens: 0 means all. share: one part of the input, written under a
+    name of its own for `partitions.join`. Refused: no usable document, a bad record (unless on_bad_line="skip"), bad options.
     """
     limits = {"max_documents": max_documents, "max_document_tokens": max_document_tokens}
     _check_options(json_keys, workers, on_bad_line, limits, share)
     paths = expand(inputs)
-    encoder = Encoder(tokenizer, tuple(json_keys), append_eod, split_sentences, keep_newlines, max_document_tokens)
+    cut = (split_sentences, keep_newlines, lang, max_document_tokens)
+    encoder = Encoder(tokenizer, tuple(json_keys), append_eod, *cut)
     prefix = str(output_prefix) if share.count == 1 else part_prefix(output_prefix, share)
     level = "sentence" if split_sentences else "document"
     outputs = tuple(f"{prefix}_{key}_{level}" for key in json_keys)

@@ -323,6 +323,35 @@ def test_sentences(text: str, sentences: list[str]) -> None:
     assert "".join(kept).strip() == text.strip() and len(kept) == len(sentences)
 
 
+@pytest.mark.parametrize(
+    ("lang", "text", "count"),
+    [
+        ("german", "Am 3. Mai kam Dr. Weiß mit Fr. Groß, z.B. Brot bzw. Bier. Dann ging er.", 2),
+        ("english", "Am 3. Mai kam er.", 2),
+        ("french", "M. Dupont, av. Foch, cf. Mme. Curie. Il part.", 2),
+        ("spanish", "La Sra. Paz y Ud. Juan vive en la avda. Colón. Se va.", 2),
+        ("italian", "Il Sig. Rossi e il Dott. Bianchi. Vanno.", 2),
+        ("portuguese", "O Sr. Silva e a Dra. Costa. Foram.", 2),
+        ("dutch", "Dhr. Jansen, bijv. Piet en mevr. De Vries. Zij gaan.", 2),
+    ],
+)
+def test_sentences_of_a_language(lang: str, text: str, count: int, tmp_path: Path) -> None:
+    assert len(split_sentences(text, language=lang)) == count
+
+
+def test_the_language_reaches_the_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines(tmp_path / "a.jsonl", ["Am 3. Mai."])
+    words = ["preprocess", "--input", str(tmp_path / "a.jsonl"), "--split-sentences"]
+    words += ["--tokenizer-model", str(ROOT / "assets" / "demo_tokenizer")]
+    found = []
+    for lang in ("english", "german"):
+        assert cli.main([*words, "--output-prefix", str(tmp_path / lang), "--lang", lang]) == 0
+        found.append(len(IndexedDataset(tmp_path / f"{lang}_text_sentence")))
+    assert found == [2, 1]
+    assert cli.main([*words, "--output-prefix", str(tmp_path / "o"), "--lang", "klingon"]) == 2
+    assert "english, german" in capsys.readouterr().err
+
+
 MEMORY = """
 import resource, sys
 from isotron.data.preprocess import preprocess

@@ -6,7 +6,7 @@ import shlex
 
 import pytest
 
-from isotron.config import compat, compat_ignored, compat_refused
+from isotron.config import compat, compat_ignored, compat_refused, data_files
 from isotron.config.catalogue import catalogue
 from isotron.config.load import load, read
 from isotron.config.schema import value
@@ -69,6 +69,7 @@ def refusal(line):
          {"lr_warmup_iters": 10, "lr_decay_iters": 100}),
         ("--train-data-path a b", {"data_path": ("a", "b"), "split": "100,0,0", "eval_iters": 0}),
         ("--train-data-path a --valid-data-path b", {"valid_data_path": ("b",), "split": "969,30,1"}),
+        ("--dataloader-inter-document-masking", {"reset_attention_mask": True}),
         ("--adam-beta2 0.99 --clip-grad 0 --eval-iters 3", {"adam_beta2": 0.99, "clip_grad": 0.0, "eval_iters": 3}),
     ],
 )  # fmt: skip
@@ -102,7 +103,7 @@ def test_options_with_one_legal_value(flag):
 
 def test_tables_do_not_overlap():
     tables = (compat.ALIASES, compat.SETS, compat.CHOICES, compat.LATE, compat_ignored.IGNORED, compat_refused.REFUSED,
-              compat_refused.ONLY)  # fmt: skip
+              compat_refused.ONLY, data_files.FILES)  # fmt: skip
     flags = [flag for table in tables for flag in table]
     assert len(flags) == len(set(flags))
     own = {o.flag for o in catalogue().values()} & set(flags)
@@ -135,6 +136,23 @@ def test_tables_do_not_overlap():
 def test_refusals(line, parts):
     text = refusal(line)
     assert all(part in text for part in parts), text
+
+
+def test_files_of_data_paths(tmp_path):
+    one, each, bad = (tmp_path / name for name in ("blend.txt", "splits.json", "bad"))
+    one.write_text("0.7 a\n0.3 b\n")
+    each.write_text('{"train": [0.5, "a", "0.5", "b"], "valid": ["c"], "test": null}')
+    assert config_of(f"--data-args-path {one}").data.data_path == ("0.7", "a", "0.3", "b")
+    config = config_of(f"--per-split-data-args-path {each}")
+    assert (config.data.data_path, config.data.valid_data_path) == (("0.5", "a", "0.5", "b"), ("c",))
+    each.write_text('{"train": ["a"]}')
+    assert config_of(f"--per-split-data-args-path {each}").data.split == "100,0,0"
+    flags = ("--data-args-path", "--per-split-data-args-path")
+    for flag, text in ((flags[0], " "), (flags[1], "{"), (flags[1], "[]"), (flags[1], '{"train": [[]]}'),
+                       (flags[1], '{"valid": ["a"]}')):  # fmt: skip
+        bad.write_text(text)
+        assert refusal(f"{flag} {bad}").startswith(f"asked:  {flag} {bad}\n")
+    assert "cannot be read" in refusal(f"--data-args-path {tmp_path / 'none'}")
 
 
 def test_what_gpt_does_anyway_is_accepted():
