@@ -1,6 +1,8 @@
 """Run by the Python that has megatron-core: its GPT model on CPUs, written by it to a checkpoint, or read from one.
 
     python megatron_oracle.py write DIR KIND     a model with random weights, its logits in DIR/logits.npy
+    python megatron_oracle.py train DIR KIND     three steps of AdamW, saved in bfloat16 with masters and moments, and
+                                                 two steps more; the losses of all five in DIR/losses.npy
     python megatron_oracle.py read DIR           loads DIR/release as Megatron does, in either format; the same
 
 KIND names an entry of `MODELS`. RANK, WORLD_SIZE, TP and PP come from the environment; gloo on CPUs. Megatron asks
@@ -36,6 +38,13 @@ SMALL = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "kv_chann
          "num_query_groups": 4, "max_position_embeddings": 64}  # fmt: skip
 MODELS = {"gpt": BASE, "llama": LLAMA, "qwen3": {**LLAMA, "qk_layernorm": True}, "small-gpt": {**BASE, **SMALL},
           "small-llama": {**LLAMA, **SMALL, "kv_channels": 6, "num_query_groups": 2}}  # fmt: skip
+TINY = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 4, "kv_channels": 4, "ffn_hidden_size": 12,
+        "num_query_groups": 2, "max_position_embeddings": 64, "seq_length": 40, "padded_vocab_size": 136,
+        "optimizer": "adam", "adam_beta1": 0.8, "adam_beta2": 0.9, "adam_eps": 1e-6, "lr": 0.02, "min_lr": 0.02,
+        "lr_decay_style": "constant", "lr_warmup_iters": 0, "weight_decay": 0.1, "clip_grad": 0.0,
+        "micro_batch_size": 1, "global_batch_size": 1, "train_iters": 5, "consumed_train_samples": 3, "seed": 7,
+        "split": "90,5,5"}  # fmt: skip
+MODELS["tiny-llama"] = {**LLAMA, **TINY}
 TOKENS = torch.arange(40)[None] * 7 % 131
 
 
@@ -133,6 +142,54 @@ def write(directory: Path, kind: str) -> None:
     torch.save({**state, "model": model.state_dict()}, legacy / "model_optim_rng.pt")
 
 
+def train(directory: Path, kind: str) -> None:
+    """Steps of Megatron's own optimizer, whose `torch_dist` state is saved on the way."""
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
+    from megatron.core.optimizer.optimizer import FP32Optimizer
+    from megatron.core.optimizer.optimizer_config import OptimizerConfig
+
+    args = Namespace(**MODELS[kind])
+    model = build(args)
+    with torch.no_grad():
+        for i, p in enumerate(model.parameters()):
+            p.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(i)) * 0.1 + float(p.ndim == 1))
+    groups = [{"params": [p for p in model.parameters() if (p.ndim == 1) == flat],
+               "weight_decay": 0.0 if flat else args.weight_decay} for flat in (False, True)]  # fmt: skip
+    adam = torch.optim.AdamW(groups, args.lr, (args.adam_beta1, args.adam_beta2), args.adam_eps)
+    made, torch.tensor = torch.tensor, lambda *a, **k: made(*a, **{n: v for n, v in k.items() if n != "device"})
+    optimizer = FP32Optimizer(adam, OptimizerConfig(clip_grad=0.0), None)
+    torch.tensor = made
+    losses = [_step(model, optimizer) for _ in range(3)]
+    weights = model.sharded_state_dict()
+    state = optimizer.sharded_state_dict(weights)
+    by_id = {id(t.data): t for t in weights.values() if hasattr(t, "data") and isinstance(t.data, torch.Tensor)}
+    state["fp32_from_fp16_params"] = [
+        make_sharded_optimizer_tensor(by_id[id(p)], p.detach().clone(), "optimizer.state.fp32_param")
+        for p in model.parameters()
+    ]
+    for entry in by_id.values():
+        entry.data, entry.dtype = entry.data.detach().bfloat16(), torch.bfloat16
+    step = directory / "iter_0000003"
+    step.mkdir(parents=True)
+    (directory / "latest_checkpointed_iteration.txt").write_text("3")
+    args.bf16 = True
+    whole = {"args": args, "checkpoint_version": 3.0, "iteration": 3, "model": weights, "optimizer": state}
+    dist_checkpointing.save(whole, str(step))
+    np.save(directory / "losses.npy", np.array([*losses, *(_step(model, optimizer) for _ in range(2))]))
+
+
+def _step(model: Any, optimizer: Any) -> float:
+    n = TOKENS.shape[1]
+    out = model(TOKENS, torch.arange(n)[None], torch.ones(1, 1, n, n, dtype=torch.bool).triu(1))[..., :131]
+    loss = torch.nn.functional.cross_entropy(out[0], TOKENS[0].roll(-1))
+    for p in model.parameters():
+        p.grad = None
+    loss.backward()
+    optimizer.step()
+    return float(loss)
+
+
 def read(directory: Path) -> None:
     """Load what the tracker names, into a model of the arguments stored with it."""
     from megatron.core import dist_checkpointing
@@ -155,5 +212,5 @@ if __name__ == "__main__":
     quiet_cuda()
     place = {"rank": int(os.environ.get("RANK", 0)), "world_size": int(os.environ.get("WORLD_SIZE", 1))}
     dist.init_process_group("gloo", **place, init_method=f"file://{os.environ['MEETING']}")
-    {"write": write, "read": read}[sys.argv[1]](Path(sys.argv[2]), *sys.argv[3:])
+    {"write": write, "read": read, "train": train}[sys.argv[1]](Path(sys.argv[2]), *sys.argv[3:])
     dist.destroy_process_group()

@@ -12,7 +12,7 @@ from isotron.commands.helptext import options_help
 from isotron.commands.run_options import JSON
 from isotron.config.argv import Given, Parsed, parse
 from isotron.config.catalogue import Option
-from isotron.config.foreign import saved_run
+from isotron.config.foreign import resumed_meta, saved_run
 from isotron.core.errors import Problem, Refused
 
 _DTYPES = ("", "float64", "float32", "bfloat16", "float16")
@@ -33,6 +33,14 @@ OWN = {
         "megatron: torch has a file for each rank, torch_dist loads in any "
         "layout; empty means that of a Megatron source, else torch_dist",
         choices=("", "torch", "torch_dist"),
+    ),
+    "optimizer_state": Option(
+        "optimizer_state",
+        "str",
+        "auto",
+        "isotron, from Megatron's torch_dist: auto takes masters "
+        "and moments where they can be read, need refuses otherwise",
+        choices=("auto", "need", "drop"),
     ),
     "dtype": Option("dtype", "str", "", "cast to this type; empty keeps each tensor as it is", choices=_DTYPES),
     "file_bytes": Option("file_bytes", "int", 0, "largest file of tensors; 0 means 5 GB (hf) or 1 GB", unit="bytes"),
@@ -85,8 +93,8 @@ def run(words: Sequence[str]) -> int:
     sizes = [given.get(a, given.get(f"target_{b}_parallel_size", 1)) for a, b in (("tp", "tensor"), ("pp", "pipeline"))]
     done = convert(
         source, result, to, run_meta, given.get("dtype", ""), given.get("file_bytes", 0), tp=sizes[0],
-        pp=sizes[1], vocab_size=given.get("true_vocab_size", 0), megatron={
-            "ckpt_format": given.get("ckpt_format", ""), "implementation": given.get("saver_transformer_impl", "")},
+        pp=sizes[1], vocab_size=given.get("true_vocab_size", 0), optimizer_state=given.get("optimizer_state", "auto"),
+        megatron={n: given.get(n, "") for n in ("ckpt_format", "saver_transformer_impl")},
     )  # fmt: skip
     if given.get("json"):
         print(json.dumps(asdict(done)))
@@ -134,8 +142,11 @@ def _asked(parsed: Parsed, places: list[str], problems: list[Problem]) -> tuple[
 
 
 def run_meta(opened: Any, tokenizer: str) -> dict[str, Any]:
-    """What a converted checkpoint says of itself: the run that could follow, and that it has no optimizer state."""
-    return {"config": saved_run(opened.model, opened.dtype, tokenizer), "weights_only": True}
+    """What a converted checkpoint says of itself: the run that could follow, and the optimizer's state."""
+    config = saved_run(opened.model, opened.dtype, tokenizer)
+    if opened.trained is None:
+        return {"config": config, "weights_only": True}
+    return resumed_meta(config, opened.trained.args, opened.trained.updates, opened.trained.consumed)
 
 
 def help_text() -> str:

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from isotron.config.schema import RunConfig, changed, to_dict
+from isotron.core.optim.config import OptimConfig
+from isotron.core.precision.scaler import LossScaler
 from isotron.hub.foreign import foreign_model
 
 # section -> the leaves of it, or all of them
@@ -24,6 +26,32 @@ def saved_run(model: Any, dtype: str, tokenizer: str) -> dict[str, dict[str, Any
     config = changed(RunConfig(model=model), dtype=dtype, tokenizer_model=tokenizer)
     longest = model.max_position_embeddings
     return to_dict(changed(config, seq_length=min(config.data.seq_length, longest or config.data.seq_length)))
+
+
+# Megatron's argument -> section and leaf of ours, where a run that goes on has the same meaning of it
+_ARGUMENTS = {
+    "adam_beta1": "optim", "adam_beta2": "optim", "adam_eps": "optim", "clip_grad": "optim", "lr": "schedule",
+    "min_lr": "schedule", "lr_decay_style": "schedule", "lr_warmup_iters": "schedule", "lr_decay_iters": "schedule",
+    "weight_decay": "schedule", "micro_batch_size": "train", "global_batch_size": "train", "train_iters": "train",
+    "seed": "train", "split": "data", "seq_length": "data",
+}  # fmt: skip
+
+
+def resumed_meta(
+    begun_run: Mapping[str, Mapping[str, Any]], args: Mapping[str, Any], updates: int, consumed: int
+) -> dict[str, Any]:
+    """What the manifest of a run elsewhere says, so that it is gone on with: its config, counters and data position."""
+    config = {section: dict(table) for section, table in begun_run.items()}
+    for name, section in _ARGUMENTS.items():
+        value, default = args.get(name), config[section][name]
+        if value is not None:
+            config[section][name] = type(default)(value)
+    samples = config["train"]["train_iters"] * config["train"]["global_batch_size"]
+    scaler = LossScaler.for_run(config["train"]["dtype"], OptimConfig())
+    return {
+        "config": config, "updates": updates, "scaler": scaler.state(),
+        "consumed_samples": consumed, "skipped": 0, "segments": [max(samples, consumed, 1)],
+    }  # fmt: skip
 
 
 def foreign_run(path: str | Path) -> Mapping[str, Mapping[str, Any]]:

@@ -17,6 +17,7 @@ from isotron.hub.families import Spelling
 from isotron.hub.megatron.source import MegatronSource
 from isotron.hub.opened import Opened
 from isotron.hub.reader import HFSource
+from isotron.hub.targets import cast_to
 
 SLAB_BYTES = 2**24
 
@@ -51,7 +52,7 @@ def check_result(opened: Opened, work: Path, to: str, dtype: torch.dtype | None)
 def _equal(source: TensorSource, made: Any, name: str, dtype: torch.dtype | None, opened: Opened) -> bool:
     stored, shape = source.info(name)
     kind, shape_made = made.info(name)
-    if shape != shape_made or kind != (dtype or stored):
+    if shape != shape_made or kind != cast_to(name, stored, dtype):
         return False
     width = whole(shape[1:]).size * kind.itemsize
     rows = max(1, SLAB_BYTES // max(1, width))

@@ -66,17 +66,21 @@ def convert(
     pp: int = 1,
     vocab_size: int = 0,
     megatron: Mapping[str, str] | None = None,
+    optimizer_state: str = "auto",
 ) -> Converted:
     """Convert a model to format `to` ("isotron", "hf" or "megatron"); refuses a result that exists.
 
     `meta(opened, tokenizer directory or "")` is the meta of an isotron checkpoint. `dtype`: another floating-point
     type, empty keeps each tensor's. `file_bytes`: the largest file. `tp`, `pp`: the layout of Megatron's result.
     `vocab_size`: real entries of a Megatron source. `megatron`: see `megatron_target`. An empty `to` is for a Megatron
-    source, which is written in its own format again.
+    source, which is written in its own format again. `optimizer_state`: of a Megatron source, for an isotron result;
+    "auto" takes it where it can be read, "need" refuses otherwise, "drop" leaves it.
     """
     destination = Path(result).expanduser()
     _check_destination(destination)
-    opened = open_model(source, vocab_size)
+    opened = open_model(source, vocab_size, to == "isotron" and optimizer_state != "drop")
+    if optimizer_state == "need" and opened.trained is None:
+        _refuse_state(opened, to)
     kind: torch.dtype | None = getattr(torch, dtype) if dtype else None
     to = to or _same_format(opened)
     target: Target
@@ -106,6 +110,13 @@ def _run(job: _Job, dtype: str) -> Converted:
     lines = table(model, job.opened.source, spelling_of(model.family), job.dtype)
     return Converted(str(job.opened.path), str(job.destination), job.to, model.family, len(tensors),
                      sum(t.bytes for t in tensors), len(job.files), reused, tuple(notes), lines)  # fmt: skip
+
+
+def _refuse_state(opened: Opened, to: str) -> None:
+    why = getattr(opened.source, "left_behind", "it is not a Megatron checkpoint")
+    case = why if to == "isotron" else f"--to {to} has no place for it"
+    fix = "--optimizer-state drop, which takes the weights alone"
+    raise refuse(f"--optimizer-state need of {opened.path}", case, fix)
 
 
 def _same_format(opened: Opened) -> str:

@@ -34,3 +34,9 @@ def foreign_model(path: str | Path) -> tuple[Any, str, Path | None]:
     scanned = scan(step_directory(path).resolve())
     dtype = next((s.dtype for n, s in scanned.tensors.items() if n.endswith("word_embeddings.weight")), "float32")
     return read_config(scanned.args, f"the Megatron checkpoint {path}"), dtype, None
+
+
+def optimizer_left(source: Any) -> str:
+    """How a foreign checkpoint keeps an optimizer's state that its source does not give: empty where there is none."""
+    kinds = {"tensors": "masters and moments", "buckets": "flat buckets", "ranks": "files of ranks"}
+    return kinds.get(getattr(getattr(source, "scanned", None), "state", ""), "")

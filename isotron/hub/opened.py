@@ -26,10 +26,20 @@ DESCRIPTOR = "isotron_tokenizer.json"
 
 
 @dataclass(frozen=True)
+class Trained:
+    """A run elsewhere: steps of its optimizer, samples it has consumed, and its arguments in Megatron's words."""
+
+    updates: int
+    consumed: int
+    args: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
 class Opened:
     """`kept`: the config.json that the model came with. `tokens`: special tokens by their field in config.json.
 
-    `files`: companions of the weights, by name. `close` lets go of files, reading opens them again.
+    `files`: companions of the weights, by name. `close` lets go of files, reading opens them again. `trained`: the run
+    that can be gone on with, where the source has its optimizer's state.
     """
 
     path: Path
@@ -42,18 +52,20 @@ class Opened:
     weight_files: tuple[Path, ...]
     step: int
     close: Callable[[], None]
+    trained: Trained | None = None
 
 
-def open_model(path: str | Path, vocab_size: int = 0) -> Opened:
+def open_model(path: str | Path, vocab_size: int = 0, state: bool = False) -> Opened:
     """A Hugging Face directory, a Megatron checkpoint, a run, or a step directory.
 
-    `vocab_size`: real entries of a Megatron vocabulary that is padded; 0 means what its arguments say.
+    `vocab_size`: real entries of a Megatron vocabulary that is padded; 0 means what its arguments say. `state`: with
+    the state of a Megatron optimizer, where it can be read.
     """
     where = Path(path).expanduser()
     if is_folder(where):
         return _open_folder(open_folder(where))
     if is_megatron(where):
-        return _open_megatron(where, vocab_size)
+        return _open_megatron(where, vocab_size, state)
     step = find(where, lambda line: None) if where.is_dir() else None
     if step is None:
         case = "it is neither a checkpoint nor a Hugging Face directory (config.json with model.safetensors)"
@@ -70,12 +82,14 @@ def _open_folder(folder: Folder) -> Opened:
     )  # fmt: skip
 
 
-def _open_megatron(where: Path, vocab_size: int) -> Opened:
-    source = MegatronSource(where, vocab_size)
-    step = source.scanned.path
+def _open_megatron(where: Path, vocab_size: int, state: bool) -> Opened:
+    source = MegatronSource(where, vocab_size, state)
+    scanned = source.scanned
+    consumed = int(scanned.args.get("consumed_train_samples") or 0)
+    trained = None if source.left_behind else Trained(scanned.updates, consumed, scanned.args)
     return Opened(
-        step, source.model, source, source.dtype, None, {}, tuple(companions(where)), source.files,
-        source.scanned.iteration, source.close,
+        scanned.path, source.model, source, source.dtype, None, {}, tuple(companions(where)), source.files,
+        scanned.iteration, source.close, trained,
     )  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from isotron.core.checkpoint.format import Chunk, Entry, FileEntry, Manifest
 from isotron.core.checkpoint.locate import step_name
 from isotron.core.checkpoint.publish import publish, temporary
 from isotron.core.checkpoint.save import write_manifest
+from isotron.core.checkpoint.weights import is_optimizer_state
 from isotron.core.errors import Refused
 from isotron.core.layout import whole
 from isotron.hub import export
@@ -94,6 +95,7 @@ class Isotron:
     ) -> None:
         self.opened, self.dtype, self.file_bytes = opened, dtype, file_bytes or ISOTRON_FILE_BYTES
         self.destination, self.meta = destination, meta
+        self.step = opened.step if opened.trained else 0
 
     def files(self) -> Files:
         """Named as one rank would name them."""
@@ -102,7 +104,7 @@ class Isotron:
 
     def _planned(self, name: str) -> Planned:
         stored, shape = self.opened.source.info(name)
-        kind = self.dtype or stored
+        kind = cast_to(name, stored, self.dtype)
 
         def make() -> torch.Tensor:
             out = torch.full(shape, torch.nan, dtype=kind)
@@ -132,16 +134,28 @@ class Isotron:
             for t in group:
                 chunk = Chunk(whole(t.shape), file, t.key)
                 tensors[t.key.removesuffix("@0")] = Entry(dtype_name(t.dtype), t.shape, (chunk,))
-        where = str((self.destination / step_name(0) / "tokenizer").absolute()) if not notes else ""
+        where = str((self.destination / step_name(self.step) / "tokenizer").absolute()) if not notes else ""
         (work / "manifest.json").unlink(missing_ok=True)
-        write_manifest(work, Manifest(0, dict(self.meta(opened, where)), tensors, entries))
-        return notes
+        write_manifest(work, Manifest(self.step, dict(self.meta(opened, where)), tensors, entries))
+        return [*notes, *self._left_behind()]
+
+    def _left_behind(self) -> list[str]:
+        """What is said of an optimizer's state that is in the source and not in the result."""
+        source = self.opened.source
+        if not getattr(getattr(source, "scanned", None), "state", "") or self.opened.trained is not None:
+            return []
+        return [f"the optimizer's state stayed behind: {source.left_behind}"]  # type: ignore[attr-defined]
 
     def publish(self, work: Path, destination: Path) -> None:
         """A step directory, and the pointer to it."""
         destination.mkdir()
-        os.replace(work, temporary(destination, step_name(0)))
-        publish(destination, step_name(0), 0)
+        os.replace(work, temporary(destination, step_name(self.step)))
+        publish(destination, step_name(self.step), 0)
+
+
+def cast_to(name: str, stored: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
+    """The dtype of a tensor in the result: `dtype` is for weights, and the optimizer's state stays as it is."""
+    return dtype if dtype is not None and not is_optimizer_state(name) else stored
 
 
 def _tokenizer(opened: Opened, scratch: Path) -> tuple[dict[str, Path], list[str]]:

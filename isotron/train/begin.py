@@ -18,7 +18,7 @@ from isotron.core.checkpoint.weights import load_masters, load_weights
 from isotron.core.device import dtype_of
 from isotron.core.optim.build import make_optimizer
 from isotron.hub.folder import CONFIG, companions, is_folder
-from isotron.hub.foreign import foreign_source, is_foreign
+from isotron.hub.foreign import foreign_source, is_foreign, optimizer_left
 from isotron.hub.opened import ORIGIN
 from isotron.train.state import TrainState
 
@@ -33,12 +33,14 @@ def begin(state: TrainState, path: Path, say: Callable[[str], None]) -> None:
 
     wanted = state.config.checkpoint
     table = parse_renames(wanted.rename)
+    left: list[str] = []
 
     def read() -> Loaded:
         if is_foreign(path):
             foreign = foreign_source(path, check_head=state.ranks.rank == 0)
             loaded = load_weights(state.model, Renamed(foreign, table) if table else foreign, strict=wanted.strict_load)
             foreign.close()
+            left.append(optimizer_left(foreign))
             return loaded
         step = Source(path)
         source = Renamed(step, table) if table else step
@@ -56,6 +58,10 @@ def begin(state: TrainState, path: Path, say: Callable[[str], None]) -> None:
         say(f"isotron: in {path} and not in the model: {', '.join(loaded.unexpected)}")
     state.optimizer = make_optimizer(state.model, state.config.optim)  # its masters are the weights just read
     say(f"isotron: begun with the weights of {path}")
+    if any(left) and not wanted.finetune:
+        say(
+            f"isotron: its optimizer's state is not taken ({left[0]}): isotron convert {path} DST --to isotron keeps it"
+        )
 
 
 def origin_files(path: Path | None, scratch: Path) -> dict[str, Path]:

@@ -22,7 +22,10 @@ _PROGRAM = "import sys; sys.path.insert(0, {root!r}); from isotron.hub.megatron.
 
 @dataclass(frozen=True)
 class Scanned:
-    """`format`: torch_dist or torch. `args`: the arguments of the run that wrote it. `guards`: of the reading."""
+    """`format`: torch_dist or torch. `args`: the arguments of the run that wrote it. `guards`: of the reading.
+
+    `state`: how the optimizer's state is kept (see `state.kind_of`); `updates`: steps that the optimizer has done.
+    """
 
     path: Path
     format: str
@@ -30,6 +33,8 @@ class Scanned:
     iteration: int
     tensors: Mapping[str, Stored]
     guards: tuple[str, ...]
+    state: str
+    updates: int
 
 
 def is_megatron(path: str | Path) -> bool:
@@ -57,24 +62,28 @@ def step_directory(path: str | Path) -> Path:
     return step
 
 
-def scan(step: Path) -> Scanned:
-    """What a checkpoint holds; refuses what is damaged, or names what no checkpoint needs."""
-    answer = _ask(step)
+def scan(step: Path, state: bool = False) -> Scanned:
+    """What a checkpoint holds, with the optimizer's tensors where `state` asks for them.
+
+    Refuses what is damaged, or names what no checkpoint needs.
+    """
+    answer = _ask(step, ["state"] if state else [])
     if "ranks" in answer:
         tensors = assemble.of_ranks(answer["ranks"], answer["args"] or {}, _place(step), str(step))
     else:
         tensors = {}
         for name, entry in answer["tensors"].items():
             tensors |= assemble.of_layers(name, tuple(entry["shape"]), [_chunk(step, c) for c in entry["chunks"]])
-    return Scanned(
-        step, answer["format"], answer["args"] or {}, int(answer["iteration"] or 0), tensors, tuple(answer["guards"])
-    )
+    iteration = int(answer["iteration"] or 0)
+    updates = iteration if answer["updates"] is None else int(answer["updates"])
+    return Scanned(step, answer["format"], answer["args"] or {}, iteration, tensors, tuple(answer["guards"]),
+                   answer["state"], updates)  # fmt: skip
 
 
-def _ask(step: Path) -> dict[str, Any]:
+def _ask(step: Path, words: list[str]) -> dict[str, Any]:
     where = f"the Megatron checkpoint {step}"
     program = _PROGRAM.format(root=str(Path(__file__).resolve().parents[3]))
-    command = [sys.executable, "-I", "-c", program, str(step.resolve())]
+    command = [sys.executable, "-I", "-c", program, str(step.resolve()), *words]
     try:
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=LIMIT_S, check=False)
         answer = json.loads(done.stdout)

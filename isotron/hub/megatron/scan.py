@@ -1,7 +1,8 @@
 """Where the tensors of a Megatron checkpoint lie, as JSON on the standard output: the program of a confined process.
 
-PURE. Called as `python -I -c ... DIRECTORY`. It reads the pickles of a `torch_dist` checkpoint (`.metadata`,
-`common.pt`, the few bytes before each tensor) or of legacy `torch` files; the tensors themselves are not read.
+PURE. Called as `python -I -c ... DIRECTORY [state]`, where `state` asks for the optimizer's tensors too. It reads the
+pickles of a `torch_dist` checkpoint (`.metadata`, `common.pt`, the few bytes before each tensor) or of legacy `torch`
+files; the tensors themselves are not read.
 """
 
 from __future__ import annotations
@@ -9,14 +10,17 @@ from __future__ import annotations
 import io
 import json
 import os
+import struct
 import sys
 import zipfile
 from typing import Any
 
 from isotron.hub.megatron.confine import confine
+from isotron.hub.megatron.state import kind_of
 from isotron.hub.megatron.unpickle import Inert, TensorPlace, UnsafeName, plain, read_pickle
 
-# the state of optimizer, random numbers and data, by the beginning of its names
+# what is no weight, by the beginning of its names
+OPTIMIZER = "optimizer.state."
 STATE = ("optimizer.", "chained_", "rng_state", "rerun_state", "opt_param_scheduler", "dataloader", "content_metadata")
 
 
@@ -107,13 +111,14 @@ def described(archive: Archive, tensor: TensorPlace, directory: str) -> list[Any
     return [tensor.dtype, list(tensor.shape), file, archive.place(tensor)]
 
 
-def scan_dist(directory: str) -> dict[str, Any]:
+def scan_dist(directory: str, state: bool) -> dict[str, Any]:
     """A `torch_dist` checkpoint: global tensors in chunks."""
     with open(os.path.join(directory, ".metadata"), "rb") as f:
         metadata = read_pickle(f)
     tensors: dict[str, dict[str, Any]] = {}
     for name, entry in metadata.state["state_dict_metadata"].items():
-        if isinstance(entry, Inert) and entry.origin.endswith("TensorStorageMetadata") and not name.startswith(STATE):
+        wanted = not name.startswith(STATE) or (state and name.startswith(OPTIMIZER))
+        if wanted and isinstance(entry, Inert) and entry.origin.endswith("TensorStorageMetadata"):
             tensors[name] = {"shape": list(entry.state["size"]), "chunks": []}  # type: ignore[attr-defined]
     for index, place in metadata.state["storage_data"].items():
         name = index.state["fqn"]
@@ -131,18 +136,33 @@ def scan_dist(directory: str) -> dict[str, Any]:
         tensors[name]["chunks"].append([corner, *described(archive, tensor, directory)])
         archive.close()
     common = Archive(os.path.join(directory, "common.pt"))
-    values = common.value()
+    found = {"format": "torch_dist", "tensors": tensors, **about(common)}
     common.close()
-    return {"format": "torch_dist", "tensors": tensors, **about(values)}
+    return {**found, "state": kind_of(metadata.state["state_dict_metadata"])}
 
 
-def about(values: Any) -> dict[str, Any]:
-    """Arguments of the run, iteration and version."""
+def about(archive: Archive) -> dict[str, Any]:
+    """Arguments of the run, iteration, updates of its optimizer, and version."""
+    values = archive.value()
     values = values if isinstance(values, dict) else {}
     args = values.get("args")
     state = args.state if isinstance(args, Inert) else args if isinstance(args, dict) else None  # type: ignore[attr-defined]
-    return {"args": plain(state), "iteration": plain(values.get("iteration")),
+    steps = updates(archive, values.get("optimizer"))
+    return {"args": plain(state), "iteration": plain(values.get("iteration")), "updates": steps,
             "version": plain(values.get("checkpoint_version"))}  # fmt: skip
+
+
+def updates(archive: Archive, optimizer: Any) -> int | None:
+    """How often the optimizer has stepped, wherever it says so; None where it does not."""
+    inner = optimizer.get("optimizer", optimizer) if isinstance(optimizer, dict) else {}
+    groups = inner.get("param_groups") or [{}]
+    for said in (inner.get("state", {}).get("common_step"), groups[0].get("step")):
+        if isinstance(said, TensorPlace) and said.dtype == "float32":
+            archive.file.seek(archive.place(said))
+            return int(struct.unpack("<f", archive.file.read(4))[0])
+        if isinstance(said, (int, float)):
+            return int(said)
+    return None
 
 
 def scan_ranks(directory: str) -> dict[str, Any]:
@@ -152,7 +172,7 @@ def scan_ranks(directory: str) -> dict[str, Any]:
     for rank in sorted(d for d in os.listdir(directory) if d.startswith("mp_rank_")):
         archive = Archive(os.path.join(directory, rank, "model_optim_rng.pt"))
         values = archive.value()
-        found = found or about(values)
+        found = found or {**about(archive), "state": "ranks" if "optimizer" in values else ""}
         models = []
         for key in ("model", *(f"model{i}" for i in range(1024))):
             if isinstance(values.get(key), dict):
@@ -178,8 +198,9 @@ def main() -> int:
     directory = sys.argv[1]
     guards = confine()
     try:
-        scan = scan_dist if os.path.exists(os.path.join(directory, ".metadata")) else scan_ranks
-        answer = {"guards": guards, **scan(directory)}
+        state = "state" in sys.argv[2:]
+        dist = os.path.exists(os.path.join(directory, ".metadata"))
+        answer = {"guards": guards, **(scan_dist(directory, state) if dist else scan_ranks(directory))}
     except UnsafeName as error:
         answer = {"unsafe": str(error)}
     except Exception as error:  # whatever a broken or hostile file leads to is an answer, too

@@ -18,6 +18,7 @@ from isotron.hub.files import OpenFiles
 from isotron.hub.megatron.args import read_config
 from isotron.hub.megatron.ask import Scanned, scan, step_directory
 from isotron.hub.megatron.names import VOCABULARY, tensors
+from isotron.hub.megatron.state import prefixes, why_not
 from isotron.hub.megatron.stored import Stored
 from isotron.hub.reader import read_region
 
@@ -25,18 +26,25 @@ from isotron.hub.reader import read_region
 class MegatronSource:
     """Opening it matches every tensor of the checkpoint with one of the model, by name and shape, or refuses.
 
-    `vocab_size`: real entries of a vocabulary that is padded; 0 means what the arguments of the run say.
+    `vocab_size`: real entries of a vocabulary that is padded; 0 means what the arguments of the run say. `state`: the
+    optimizer's masters and moments too, as `master/NAME` and so on; `left_behind` says why there are none.
     """
 
-    def __init__(self, path: str | Path, vocab_size: int = 0) -> None:
+    def __init__(self, path: str | Path, vocab_size: int = 0, state: bool = False) -> None:
         self._files = OpenFiles()
-        self.scanned: Scanned = scan(step_directory(path).resolve())
+        self.scanned: Scanned = scan(step_directory(path).resolve(), state)
         self.where = f"the Megatron checkpoint {path}"
         model = read_config(self.scanned.args, self.where)
         self.model: Any = replace(model, vocab_size=vocab_size) if vocab_size else model
         self.mapped = {m.ours: m for m in tensors(self.model)}
         table = self.model.layout(self.model.vocab_size)
         self.shapes: dict[str, Ints] = {name: table.rule(name).shape for name in self.mapped}
+        self.left_behind = "it was not asked for"
+        self._starts = {"": ""}  # kind of tensor -> how their names of it begin
+        if state:
+            found = self.scanned.tensors
+            self.left_behind = why_not(self.scanned.state, found, self.scanned.args, self.dtype)
+            self._starts |= {} if self.left_behind else prefixes(found)
         self._match()
 
     @property
@@ -53,17 +61,23 @@ class MegatronSource:
 
     def names(self) -> list[str]:
         """Our names of all tensors."""
-        return list(self.mapped)
+        return [f"{kind}/{name}" if kind else name for kind in self._starts for name in self.mapped]
 
     def info(self, name: str) -> tuple[torch.dtype, Ints]:
         """Dtype and shape."""
-        stored = self.scanned.tensors[self.mapped[name].runs[0].theirs]
-        return getattr(torch, stored.dtype), self.shapes[name]
+        beginning, weight = self._part(name)
+        stored = self.scanned.tensors[beginning + self.mapped[weight].runs[0].theirs]
+        return getattr(torch, stored.dtype), self.shapes[weight]
+
+    def _part(self, name: str) -> tuple[str, str]:
+        """(how their names begin, our name of the weight) of a weight, or of a tensor of the optimizer's."""
+        kind, slash, weight = name.partition("/")
+        return (self._starts[kind], weight) if slash else ("", name)
 
     def read(self, name: str, box: Box, out: Tensor) -> None:
         """Copy region `box` of our tensor into `out`."""
-        start = 0
-        for run in self.mapped[name].runs:
+        start, (beginning, weight) = 0, self._part(name)
+        for run in self.mapped[weight].runs:
             ours = Box((start, *box.offset[1:]), (run.count, *box.shape[1:]))
             start += run.count
             common = ours.overlap(box)
@@ -71,7 +85,7 @@ class MegatronSource:
                 continue
             first = run.first + common.offset[0] - ours.offset[0]
             region = Box((first, *common.offset[1:]), common.shape)
-            self._read(self.scanned.tensors[run.theirs], region, out[common.relative_to(box).slices()])
+            self._read(self.scanned.tensors[beginning + run.theirs], region, out[common.relative_to(box).slices()])
 
     def _read(self, stored: Stored, region: Box, out: Tensor) -> None:
         code, width = DTYPES[stored.dtype]
@@ -91,8 +105,14 @@ class MegatronSource:
 
     def _match(self) -> None:
         """Every tensor exactly once, with its shape and all of its parts; what is wrong in one refusal."""
-        stored = self.scanned.tensors
-        wanted = {m.runs[0].theirs: self.shapes[m.ours] for m in self.mapped.values()}
+        stored = {
+            n: t for n, t in self.scanned.tensors.items() if len(self._starts) > 1 or not n.startswith("optimizer.")
+        }
+        wanted = {
+            start + m.runs[0].theirs: self.shapes[m.ours]
+            for start in self._starts.values()
+            for m in self.mapped.values()
+        }
         missing, unknown = sorted(wanted.keys() - stored.keys()), sorted(stored.keys() - wanted.keys())
         wrong = [text for name in wanted.keys() & stored.keys() for text in _faults(name, wanted[name], stored[name])]
         problems = []
@@ -110,7 +130,7 @@ class MegatronSource:
 
 def _faults(name: str, wanted: Ints, stored: Stored) -> list[str]:
     """What is wrong with one tensor."""
-    padded = name in VOCABULARY and stored.shape[1:] == wanted[1:] and stored.shape[0] >= wanted[0]
+    padded = name.endswith(VOCABULARY) and stored.shape[1:] == wanted[1:] and stored.shape[0] >= wanted[0]
     if stored.shape != wanted and not padded:
         return [f"{name} has shape {list(stored.shape)}, the arguments say {list(wanted)}"]
     if stored.dtype not in DTYPES or not stored.dtype.startswith(("float", "bfloat")):

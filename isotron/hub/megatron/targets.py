@@ -98,5 +98,5 @@ def megatron_target(
     """The one that `ckpt_format` in `options` names; empty means that of a Megatron source, else `torch_dist`."""
     kind = options.get("ckpt_format") or getattr(getattr(opened.source, "scanned", None), "format", "torch_dist")
     if kind == "torch":
-        return Ranks(opened, dtype, *layout, options.get("implementation") or "transformer_engine")
+        return Ranks(opened, dtype, *layout, options.get("saver_transformer_impl") or "transformer_engine")
     return Dist(opened, dtype, file_bytes, *layout)
