@@ -90,7 +90,8 @@ def preprocess(
     inputs: paths, patterns or `datasets` directories; see `inputs`. workers: processes; None means the cores of this
     machine, fewer for small inputs. split_sentences: a sequence for each sentence (of the language `lang`), files
     named `_sentence`. max_documents, max_document_tokens: 0 means all. share: one part of the input, written under a
-    name of its own for `partitions.join`. Refused: no usable document, a bad record (unless on_bad_line="skip"), bad options.
+    name of its own for `partitions.join`. Refused: no usable document, a bad record (unless on_bad_line="skip"), bad
+    options.
     """
     limits = {"max_documents": max_documents, "max_document_tokens": max_document_tokens}
     _check_options(json_keys, workers, on_bad_line, limits, share)
