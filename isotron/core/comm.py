@@ -194,12 +194,15 @@ def exchange(
     sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], group: Group
 ) -> list[Pending]:
     """Post sends to and receives from world ranks as one batch; a Pending for each send, then each receive."""
-    ops = [dist.P2POp(dist.isend, x, to, group.handle) for x, to in sends]
-    ops += [dist.P2POp(dist.irecv, x, of, group.handle) for x, of in receives]
     tensors = [x for x, _ in (*sends, *receives)]
-    works = dist.batch_isend_irecv(ops) if ops else []
-    if len(works) != len(ops):  # a back end that coalesces returns one handle for the whole batch
-        works = list(works) * len(ops)
+    if _is_gloo(group):  # takes each by itself, and a batch of them costs twice the time
+        works = [dist.isend(x, to, group.handle) for x, to in sends]
+        works += [dist.irecv(x, of, group.handle) for x, of in receives]
+    else:
+        ops = [dist.P2POp(dist.isend, x, to, group.handle) for x, to in sends]
+        ops += [dist.P2POp(dist.irecv, x, of, group.handle) for x, of in receives]
+        works = dist.batch_isend_irecv(ops) if ops else []
+        works = list(works) * len(ops) if len(works) != len(ops) else works  # a coalescing back end has one for all
     return [Pending((w,), partial(_itself, x)) for w, x in zip(works, tensors, strict=True)]
 
 

@@ -15,7 +15,8 @@ from isotron.core.parallel.pipeline.library import forward_only, placement, plan
 from isotron.core.parallel.pipeline.path import critical_path
 from isotron.core.parallel.pipeline.simulate import Costs, Report, Travel, simulate
 
-SIZES = (1, 2, 3, 5, 8, 16)
+SIZES = (1, 5, 16)
+LARGE = (6, 7, 8)  # ranks for which every number of microbatches is behind --slow
 PER_RANK = {"one": (1,), "two": (2,), "several": (2, 3)}
 SPLIT = ("zb-h1", "zb-h2", "zbv", "v-half", "v-min")
 
@@ -43,14 +44,14 @@ def check_size(name: str, p: int, m: int, v: int) -> None:
 @pytest.mark.parametrize("p", range(2, 9))
 def test_every_schedule(name: str, p: int) -> None:
     for v in PER_RANK[registry.SCHEDULES[name].per_rank]:
-        for m in SIZES:
+        for m in SIZES if p in LARGE else range(1, 17):
             check_size(name, p, m, v)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", registry.SCHEDULES)
 def test_every_schedule_at_every_size(name: str) -> None:
-    for p in range(2, 9):
+    for p in LARGE:
         for v in PER_RANK[registry.SCHEDULES[name].per_rank]:
             for m in range(1, 17):
                 check_size(name, p, m, v)
