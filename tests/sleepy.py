@@ -58,7 +58,11 @@ def stage(number: int, stages: int, times: Times) -> Any:
     flat = SimpleNamespace(watch=lambda: None, start_reduce=lambda: None)
     shapes = {"hidden": ((1, 4), torch.float32)}
     return SimpleNamespace(
-        module=module, flat=flat, sinks=[module.sink], boundary_shapes=lambda _: shapes, settle=lambda backward: None
+        module=module,
+        flat=flat,
+        sinks=[module.sink],
+        boundary_shapes=lambda batch, behind: shapes,
+        settle=lambda backward: None,
     )
 
 

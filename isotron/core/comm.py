@@ -195,6 +195,7 @@ def exchange(
 ) -> list[Pending]:
     """Post sends to and receives from world ranks as one batch; a Pending for each send, then each receive."""
     tensors = [x for x, _ in (*sends, *receives)]
+    works: list[Any]
     if _is_gloo(group):  # takes each by itself, and a batch of them costs twice the time
         works = [dist.isend(x, to, group.handle) for x, to in sends]
         works += [dist.irecv(x, of, group.handle) for x, of in receives]

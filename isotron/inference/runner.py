@@ -93,7 +93,7 @@ class Runner:
         if group.index == 0:
             return {}
         boundary = {}
-        for name, (shape, dtype) in sorted(self.stage.boundary_shapes(batch.shape).items()):
+        for name, (shape, dtype) in sorted(self.stage.boundary_shapes(batch, self.stage.number - 1).items()):
             space = torch.empty(shape, dtype=dtype, device=self.model.device)
             (pending,) = comm.exchange([], [(space, group.ranks[group.index - 1])], group)
             boundary[name] = pending.wait()

@@ -62,7 +62,7 @@ def _of(stage: Any, batch: Batch) -> float:
     stage.flat.begin()
     boundary = {}
     if stage.number:
-        shape, dtype = stage.boundary_shapes(batch.shape)["hidden"]
+        shape, dtype = stage.boundary_shapes(batch, stage.number - 1)["hidden"]
         boundary = {"hidden": torch.randn(shape).to(dtype).requires_grad_()}
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         out = stage.module(batch, boundary, 1.0)

@@ -49,9 +49,9 @@ class _Asked:
         """As in training."""
         return self.stage.sinks
 
-    def boundary_shapes(self, batch_shape: tuple[int, int]) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
+    def boundary_shapes(self, batch: Batch, behind: int) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
         """As in training."""
-        return self.stage.boundary_shapes(batch_shape)
+        return self.stage.boundary_shapes(batch, behind)
 
     def settle(self, backward: bool) -> None:
         """As in training."""

@@ -17,6 +17,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from isotron.core import device as devices
+from isotron.core.batch import Batch
 from isotron.core.layout import Box, Piece, Placed, Rule, Table, shard
 from isotron.core.mesh import Group, Mesh
 from isotron.core.nn.attention import Causal
@@ -80,9 +81,9 @@ class Stage:
         """Under full recompute: whether the next forward keeps only the inputs of its recomputed units."""
         self.module.recompute = "full" if wanted else "none"
 
-    def boundary_shapes(self, batch_shape: tuple[int, int]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Name -> (shape, dtype) of the tensors between two stages, for a batch of (B, S)."""
-        b, s = batch_shape
+    def boundary_shapes(self, batch: Batch, behind: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Name -> (shape, dtype) of the tensors that stage `behind` hands on; the same behind every stage."""
+        b, s = batch.shape
         return {"hidden": ((b, s // self.sequence_split, self.hidden_size), self.dtype)}
 
 

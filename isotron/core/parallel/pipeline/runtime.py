@@ -8,7 +8,8 @@ factors, until it is computed. Reading order: `Runtime.run`, then the `_Pass` th
 Weight gradients wait for a W action where the table has one, but for those of norms, biases and embeddings, which are
 formed in the B action.
 
-A boundary is a set of named tensors; those that are not of a floating type have no gradient that travels back.
+A boundary is a set of named tensors, which may be another set behind every stage; those that are not of a floating type
+have no gradient that travels back.
 """
 
 from __future__ import annotations
@@ -66,8 +67,8 @@ class Stage(Protocol):
         """Of the parameters that it uses, those of another stage of this rank too."""
         ...
 
-    def boundary_shapes(self, batch_shape: tuple[int, int]) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Name -> (shape, dtype) of the tensors between two stages, for a batch of (B, S)."""
+    def boundary_shapes(self, batch: Batch, behind: int) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Name -> (shape, dtype) of what stage `behind`, this one or the one before, hands on of a batch."""
         ...
 
     def settle(self, backward: bool) -> None:
@@ -228,7 +229,7 @@ class _Pass:
         """What a stage hands on must be what the next one receives: names, shapes and types."""
         if s == self.last_stage:
             return
-        agreed = self.stages[s].boundary_shapes(self.batches[m].shape)
+        agreed = self.stages[s].boundary_shapes(self.batches[m], s)
         found = {name: (tuple(t.shape), t.dtype) for name, t in output.items()}
         if found != agreed:
             raise RuntimeError(f"stage {s} hands on {found}, its neighbours agreed on {agreed}")
@@ -288,7 +289,8 @@ class _Pass:
             elif action.kind is Kind.SEND_B:
                 sends += [(t.contiguous(), peer) for _, t in sorted(self.gradients.pop((s, m)).items())]
             else:
-                for name, (shape, dtype) in sorted(self.stages[s].boundary_shapes(self.batches[m].shape).items()):
+                behind = s - 1 if action.kind is Kind.RECV_F else s
+                for name, (shape, dtype) in sorted(self.stages[s].boundary_shapes(self.batches[m], behind).items()):
                     if action.kind is Kind.RECV_B and not dtype.is_floating_point:
                         continue
                     device = self.batches[m].tokens.device
