@@ -29,6 +29,7 @@ WIDE = {**SIZES, "head_dim": 12}
 TWINS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {**WIDE, "rope_parameters": LLAMA3}),
     "llama-tied": ("Llama", {**WIDE, "rope_parameters": PLAIN, "tie_word_embeddings": True}),
+    "llama-biased": ("Llama", {**WIDE, "rope_parameters": PLAIN, "attention_bias": True, "mlp_bias": True}),
     "llama-linear": ("Llama", {**WIDE, "rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 1e4}}),
     "llama-dynamic": ("Llama", {**WIDE, "max_position_embeddings": 128,
                                 "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}),

@@ -37,6 +37,7 @@ from isotron.core.models.gemma2_config import Gemma2Config
 from isotron.core.models.gemma3_config import Gemma3Config
 from isotron.core.models.gpt_config import GPTConfig
 from isotron.core.models.llama_config import LlamaConfig
+from isotron.core.models.llama_shapes import LlamaShapes
 from isotron.core.models.mistral_config import MistralConfig
 from isotron.core.models.mixtral_config import MixtralConfig
 from isotron.core.models.neox_config import NeoXConfig
@@ -53,7 +54,7 @@ from isotron.data.config import DataConfig
 from isotron.tokenizers.config import TokenizerConfig
 from isotron.train.config import FaultConfig, LogConfig, TrainConfig
 
-ModelConfig = GPTConfig | LlamaConfig | NeoXConfig  # the other families have LlamaConfig's fields and more
+ModelConfig = GPTConfig | LlamaShapes | NeoXConfig  # most families have LlamaShapes's fields and more
 _CLASSES: tuple[type[ModelConfig], ...] = (
     GPTConfig,
     Gemma2Config,

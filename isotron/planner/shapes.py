@@ -13,13 +13,14 @@ from isotron.core.layout import Part, Rule, Split, Table
 from isotron.core.models import deepseek_v3_config, mixtral_config
 from isotron.core.models.gpt_config import GPTConfig
 from isotron.core.models.llama_config import LlamaConfig
+from isotron.core.models.llama_shapes import LlamaShapes
 from isotron.core.options import option
 
 _UP = ("layers.*.mlp.gate_up.weight", "layers.*.mlp.down.weight")
 
 
 @dataclass(frozen=True)
-class UngatedConfig(LlamaConfig):
+class UngatedConfig(LlamaShapes):
     """Nemotron-4: LLaMA's attention and a plain two-layer MLP (squared ReLU)."""
 
     family = "nemotron"
@@ -32,7 +33,7 @@ class UngatedConfig(LlamaConfig):
 
 
 @dataclass(frozen=True)
-class MoEConfig(LlamaConfig):
+class MoEConfig(LlamaShapes):
     """LLaMA blocks with experts, whole and dealt to ranks, as frameworks of published runs have them."""
 
     family = "moe"

@@ -342,7 +342,12 @@ def test_arguments_without_counterpart_are_refused_at_once() -> None:
     for part in ("num_experts is 8", "rotary_interleaved is True", "position_embedding_type is 'mrope'"):
         assert part in str(refused.value)
     with pytest.raises(Refused, match="the blocks of no family"):
-        read_config({**args, "add_bias_linear": True}, "it")
+        read_config({**args, "normalization": "LayerNorm"}, "it")
+    biased = read_config({**args, "add_bias_linear": True, "add_qkv_bias": True}, "it")
+    assert biased.attention_bias and biased.mlp_bias
+    assert read_config(write_args(biased, "float32", 1, 1), "it") == biased
+    with pytest.raises(Refused, match="in attention or in the MLP alone"):
+        write_args(replace(biased, mlp_bias=False), "float32", 1, 1)
 
 
 PROBE = """

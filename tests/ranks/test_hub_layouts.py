@@ -29,7 +29,20 @@ from tests.hub_bodies import LAYOUTS, PROMPTS, case_of, exported, generated
 
 transformers = pytest.importorskip("transformers")
 WORLD = {"TP2": 2, "PP2": 2, "TP2xPP2": 4, "TP4": 4}
-ONE_EACH = ("llama", "llama-tied", "mistral", "qwen2", "qwen3", "phi3", "gpt2", "neox", "gemma2", "gemma3", "olmo2")
+ONE_EACH = (
+    "llama",
+    "llama-biased",
+    "llama-tied",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "phi3",
+    "gpt2",
+    "neox",
+    "gemma2",
+    "gemma3",
+    "olmo2",
+)
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +102,7 @@ def test_greedy_generation_on_one_process(saved: Any, name: str) -> None:
 ROPE = {"rope_theta": 500.0, "rope_original_positions": 12, "rope_factor": 4.0}
 MODELS: dict[str, Any] = {
     "llama-llama3": LlamaConfig(5, 32, 4, 2, 16, 48, 131, 64, rope_scaling="llama3", **ROPE),
+    "llama-biased": LlamaConfig(3, 32, 8, 2, 12, 48, 131, 64, attention_bias=True, mlp_bias=True),
     "llama-yarn": LlamaConfig(3, 32, 4, 2, 16, 48, 131, 64, rope_scaling="yarn", **ROPE),
     "mistral": MistralConfig(5, 32, 4, 2, 16, 48, 131, 64, sliding_window=7, attention_dropout=0.1),
     "qwen2": Qwen2Config(5, 32, 8, 2, 0, 48, 131, 64, sliding_window=7, first_window_layer=2, tie_embeddings=True),

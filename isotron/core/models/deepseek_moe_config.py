@@ -9,12 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from isotron.core.layout import Table
-from isotron.core.models.llama_config import LlamaConfig
+from isotron.core.models.llama_shapes import LlamaShapes
 from isotron.core.nn.moe_config import MoEConfig, with_experts
 
 
 @dataclass(frozen=True)
-class DeepseekMoEConfig(MoEConfig, LlamaConfig):
+class DeepseekMoEConfig(MoEConfig, LlamaShapes):
     """Everything that changes the function of the weights. Sizes are global, never divided by a layout."""
 
     family = "deepseek_moe"

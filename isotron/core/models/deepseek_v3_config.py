@@ -13,13 +13,13 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 from isotron.core.layout import Part, Rule, Split, Table
-from isotron.core.models.llama_config import LlamaConfig
+from isotron.core.models.llama_shapes import LlamaShapes
 from isotron.core.nn.moe_config import MoEConfig, with_experts
 from isotron.core.options import option
 
 
 @dataclass(frozen=True)
-class DeepseekV3Config(MoEConfig, LlamaConfig):
+class DeepseekV3Config(MoEConfig, LlamaShapes):
     """Everything that changes the function of the weights. Sizes are global, never divided by a layout."""
 
     family = "deepseek_v3"

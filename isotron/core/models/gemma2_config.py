@@ -10,12 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from isotron.core.layout import Rule, Table
-from isotron.core.models.llama_config import LlamaConfig
+from isotron.core.models.llama_shapes import LlamaShapes
 from isotron.core.options import option
 
 
 @dataclass(frozen=True)
-class Gemma2Config(LlamaConfig):
+class Gemma2Config(LlamaShapes):
     """Everything that changes the function of the weights. Sizes are global, never divided by a layout."""
 
     family = "gemma2"

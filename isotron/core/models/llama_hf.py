@@ -11,6 +11,7 @@ from typing import Any
 from isotron.core.models.hf_fields import Fields, read_rope, write_rope
 from isotron.core.models.hf_names import Mapped, same, stacked
 from isotron.core.models.llama_config import LlamaConfig
+from isotron.core.models.llama_shapes import LlamaShapes
 
 CONFIG = LlamaConfig
 MODEL_TYPE = "llama"
@@ -23,16 +24,15 @@ IGNORED = ("*.rotary_emb.inv_freq",)
 def read_config(values: Mapping[str, Any], where: str) -> LlamaConfig:
     """The model config that a config.json describes; what is not understood is refused, all of it at once."""
     fields = Fields(values, where)
-    fields.need("attention_bias", False)
-    fields.need("mlp_bias", False)
     found = read_sizes(fields)
+    found |= {name: fields.take(name, False) for name in ("attention_bias", "mlp_bias")}
     fields.finish()
     return LlamaConfig(**found)
 
 
 def write_config(cfg: LlamaConfig) -> dict[str, Any]:
     """The fields of config.json that say what the weights compute."""
-    return {"attention_bias": False, "mlp_bias": False, **write_sizes(cfg)}
+    return {"attention_bias": cfg.attention_bias, "mlp_bias": cfg.mlp_bias, **write_sizes(cfg)}
 
 
 def read_sizes(fields: Fields, kv_heads: int = 0, head_dim: int = 0, ffn: int = 11008, layers: int = 32,
@@ -63,7 +63,7 @@ def read_sizes(fields: Fields, kv_heads: int = 0, head_dim: int = 0, ffn: int = 
     }
 
 
-def write_sizes(cfg: LlamaConfig) -> dict[str, Any]:
+def write_sizes(cfg: LlamaShapes) -> dict[str, Any]:
     """The reverse of `read_sizes`."""
     return {
         "hidden_size": cfg.hidden_size,
@@ -85,24 +85,29 @@ def write_sizes(cfg: LlamaConfig) -> dict[str, Any]:
 
 def tensors(cfg: LlamaConfig) -> list[Mapped]:
     """Every tensor of the model, ours and theirs."""
+    return [*plain(cfg), *(b for i in range(cfg.num_layers) for b in biases(cfg, i))]
+
+
+def plain(cfg: LlamaShapes) -> list[Mapped]:
+    """The tensors that every family with LLaMA's blocks has."""
     blocks = [m for i in range(cfg.num_layers) for m in (*attention(cfg, i), *mlp(cfg, i), *norms(cfg, i))]
     return [*ends(cfg), *blocks]
 
 
-def ends(cfg: LlamaConfig) -> list[Mapped]:
+def ends(cfg: LlamaShapes) -> list[Mapped]:
     """Embedding, final norm, and the head where it is a tensor of its own."""
     v, d = cfg.vocab_size, cfg.hidden_size
     head = [] if cfg.tie_embeddings else [same("head.weight", HEAD, v)]
     return [same("embed.weight", EMBEDDING, v), same("norm.weight", "model.norm.weight", d), *head]
 
 
-def qkv_rows(cfg: LlamaConfig) -> dict[str, int]:
+def qkv_rows(cfg: LlamaShapes) -> dict[str, int]:
     """Rows of the three projections."""
     n = cfg.head_size
     return {"q": cfg.num_attention_heads * n, "k": cfg.kv_heads * n, "v": cfg.kv_heads * n}
 
 
-def attention(cfg: LlamaConfig, i: int) -> list[Mapped]:
+def attention(cfg: LlamaShapes, i: int) -> list[Mapped]:
     """Projections of layer i: three matrices of theirs are one of ours."""
     a, ours = f"model.layers.{i}.self_attn", f"layers.{i}.attention"
     parts = ((f"{a}.{x}_proj.weight", rows) for x, rows in qkv_rows(cfg).items())
@@ -112,7 +117,7 @@ def attention(cfg: LlamaConfig, i: int) -> list[Mapped]:
     ]
 
 
-def mlp(cfg: LlamaConfig, i: int) -> list[Mapped]:
+def mlp(cfg: LlamaShapes, i: int) -> list[Mapped]:
     """Gate and up of layer i are one matrix here."""
     m, ours = f"model.layers.{i}.mlp", f"layers.{i}.mlp"
     parts = [(f"{m}.{x}_proj.weight", cfg.ffn) for x in ("gate", "up")]
@@ -122,8 +127,22 @@ def mlp(cfg: LlamaConfig, i: int) -> list[Mapped]:
     ]
 
 
-def norms(cfg: LlamaConfig, i: int) -> list[Mapped]:
+def norms(cfg: LlamaShapes, i: int) -> list[Mapped]:
     """The two gains of layer i."""
     theirs = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
     d = cfg.hidden_size
     return [same(f"layers.{i}.{a}.weight", f"model.layers.{i}.{b}.weight", d) for a, b in theirs.items()]
+
+
+def biases(cfg: LlamaConfig, i: int) -> list[Mapped]:
+    """The biases of layer i, where the model has some."""
+    ours, theirs, found = f"layers.{i}", f"model.layers.{i}", []
+    if cfg.attention_bias:
+        parts = [(f"{theirs}.self_attn.{x}_proj.bias", rows) for x, rows in qkv_rows(cfg).items()]
+        found += [stacked(f"{ours}.attention.qkv.bias", parts),
+                  same(f"{ours}.attention.out.bias", f"{theirs}.self_attn.o_proj.bias", cfg.hidden_size)]  # fmt: skip
+    if cfg.mlp_bias:
+        parts = [(f"{theirs}.mlp.{x}_proj.bias", cfg.ffn) for x in ("gate", "up")]
+        found += [stacked(f"{ours}.mlp.gate_up.bias", parts),
+                  same(f"{ours}.mlp.down.bias", f"{theirs}.mlp.down_proj.bias", cfg.hidden_size)]  # fmt: skip
+    return found

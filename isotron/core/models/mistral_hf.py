@@ -13,7 +13,7 @@ CONFIG = MistralConfig
 MODEL_TYPE = "mistral"
 ARCHITECTURE = "MistralForCausalLM"
 PREFIX, HEAD, EMBEDDING, IGNORED = llama_hf.PREFIX, llama_hf.HEAD, llama_hf.EMBEDDING, llama_hf.IGNORED
-tensors = llama_hf.tensors
+tensors = llama_hf.plain
 
 
 def read_config(values: Mapping[str, Any], where: str) -> MistralConfig:

@@ -10,11 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from isotron.core.layout import Part, Rule, Split, Table
-from isotron.core.models.llama_config import LlamaConfig
+from isotron.core.models.llama_shapes import LlamaShapes
 
 
 @dataclass(frozen=True)
-class Olmo2Config(LlamaConfig):
+class Olmo2Config(LlamaShapes):
     """Everything that changes the function of the weights. Sizes are global, never divided by a layout."""
 
     family = "olmo2"

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from isotron.core.models.llama_config import LlamaConfig
+from isotron.core.models.llama_shapes import LlamaShapes
 from isotron.core.options import option
 
 
 @dataclass(frozen=True)
-class Phi3Config(LlamaConfig):
+class Phi3Config(LlamaShapes):
     """Everything that changes the function of the weights. Sizes are global, never divided by a layout."""
 
     family = "phi3"

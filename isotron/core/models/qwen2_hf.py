@@ -50,7 +50,7 @@ def write_window(cfg: Any) -> dict[str, Any]:
 
 def tensors(cfg: Qwen2Config) -> list[Mapped]:
     """Every tensor of the model, ours and theirs."""
-    return [*llama_hf.tensors(cfg), *biases(cfg)]
+    return [*llama_hf.plain(cfg), *biases(cfg)]
 
 
 def biases(cfg: Qwen2Config) -> list[Mapped]:

@@ -8,7 +8,7 @@ from typing import Any
 from isotron.core.models import llama_hf
 from isotron.core.models.hf_fields import Fields
 from isotron.core.models.hf_names import Mapped, same
-from isotron.core.models.llama_config import LlamaConfig
+from isotron.core.models.llama_shapes import LlamaShapes
 from isotron.core.models.qwen2_hf import read_window, write_window
 from isotron.core.models.qwen3_config import Qwen3Config
 
@@ -35,10 +35,10 @@ def write_config(cfg: Qwen3Config) -> dict[str, Any]:
 
 def tensors(cfg: Qwen3Config) -> list[Mapped]:
     """Every tensor of the model, ours and theirs."""
-    return [*llama_hf.tensors(cfg), *gains(cfg)]
+    return [*llama_hf.plain(cfg), *gains(cfg)]
 
 
-def gains(cfg: LlamaConfig) -> list[Mapped]:
+def gains(cfg: LlamaShapes) -> list[Mapped]:
     """The norms on heads of queries and keys."""
     return [
         same(f"layers.{i}.attention.{x}_norm.weight", f"model.layers.{i}.self_attn.{x}_norm.weight", cfg.head_size)

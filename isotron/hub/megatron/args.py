@@ -67,6 +67,8 @@ def _family(given: Given, kind: str) -> str:
     gated, rms = bool(given.take("swiglu")), given.take("normalization", "LayerNorm") == "RMSNorm"
     biased = bool(given.take("add_bias_linear", True))
     grouped = bool(given.take("group_query_attention"))
+    if gated and rms and biased and kind == "rope" and not given.take("qk_layernorm") and not given.take("window_size"):
+        return "llama"
     if gated and rms and not biased and kind == "rope":
         if given.take("qk_layernorm"):
             if given.take("add_qkv_bias"):
@@ -111,6 +113,8 @@ def _sizes(given: Given, family: str) -> dict[str, Any]:
         return found
     found["head_dim"] = 0 if head_size * heads == width else head_size
     found["num_key_value_heads"] = given.take("num_query_groups", heads) if given.take("group_query_attention") else 0
+    if family == "llama":
+        found |= dict.fromkeys(("attention_bias", "mlp_bias"), bool(given.take("add_bias_linear", True)))
     window = given.take("window_size")
     if window and family != "llama":
         found["sliding_window"] = int(window[0]) + 1
@@ -143,6 +147,7 @@ def padded_vocabulary(vocab: int, tp: int, multiple: int = 128) -> int:
 def write_args(cfg: Any, dtype: str, tp: int, pp: int) -> dict[str, Any]:
     """The arguments that a Megatron run with this model has; refuses what Megatron's GPT has not."""
     gated = cfg.family not in ("gpt", "neox")
+    biased = not gated or getattr(cfg, "mlp_bias", False)
     refuse_unknown(cfg)
     window = getattr(cfg, "sliding_window", 0)
     found = {
@@ -153,8 +158,8 @@ def write_args(cfg: Any, dtype: str, tp: int, pp: int) -> dict[str, Any]:
         "vocab_size": cfg.vocab_size, "padded_vocab_size": padded_vocabulary(cfg.vocab_size, tp),
         "make_vocab_size_divisible_by": 128, "untie_embeddings_and_output_weights": not cfg.tie_embeddings,
         "hidden_dropout": cfg.hidden_dropout, "attention_dropout": cfg.attention_dropout,
-        "init_method_std": cfg.init_method_std, "swiglu": gated, "add_bias_linear": not gated,
-        "add_qkv_bias": not gated or cfg.family == "qwen2", "qk_layernorm": cfg.family == "qwen3",
+        "init_method_std": cfg.init_method_std, "swiglu": gated, "add_bias_linear": biased,
+        "add_qkv_bias": biased or cfg.family == "qwen2", "qk_layernorm": cfg.family == "qwen3",
         "normalization": "RMSNorm" if gated else "LayerNorm", "window_size": [window - 1, 0] if window else None,
         "bias_gelu_fusion": not gated and cfg.activation == "gelu_tanh", "openai_gelu": False,
         "tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp, "expert_model_parallel_size": 1,
@@ -185,6 +190,8 @@ def refuse_unknown(cfg: Any) -> None:
     cases = []
     if cfg.family not in ("gpt", "llama", "mistral", "qwen2", "qwen3", "phi3", "neox"):
         cases.append(f"the family {cfg.family} has blocks that the GPT of Megatron's format has not")
+    if getattr(cfg, "attention_bias", False) != getattr(cfg, "mlp_bias", False):
+        cases.append("biases in attention or in the MLP alone (attention_bias, mlp_bias)")
     if getattr(cfg, "parallel_residual", False):
         cases.append("attention and MLP side by side (parallel_residual)")
     if getattr(cfg, "first_window_layer", 0) and getattr(cfg, "sliding_window", 0):
