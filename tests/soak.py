@@ -1,12 +1,16 @@
 """A run that everything happens to ends with the weights of a run that nothing happened to.
 
-    python tests/soak.py [--steps 200] [--seed 1] [--minutes 0] [--home DIR]
+    python -m tests.soak [--steps 200] [--seed 1] [--minutes 0] [--home DIR]
 
 Four processes train in float64; faults strike at random steps and ranks: a rank is killed before a step or while a
 checkpoint is being written, hangs, is told to stop, finds the disk full, computes a NaN once, has a bit of a weight
-flipped; between attempts bits of the newest checkpoint's files are flipped. Every attempt resumes in a random layout,
-often with fewer ranks. In the end the weights are compared with those of one process that trained undisturbed, and the
-log must hold every sample exactly once, in order. `--minutes` repeats with other seeds until the time is up.
+flipped; SIGKILL, SIGTERM and SIGSTOP come from outside at any moment, also while a checkpoint is written or processes
+start; between attempts bits of the newest checkpoint's files are flipped, and a node's own directory is lost. Every
+attempt resumes in a random layout, often with fewer ranks, from the newest of the run's and the nodes' directories.
+
+In the end the weights are compared with those of one process that trained undisturbed, to 1e-9, and with those of a run
+that is led through the same layouts without any fault, bit for bit; the log must hold every sample exactly once, in
+order; no process may be left behind by any attempt. `--minutes` repeats with other seeds until the time is up.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ import contextlib
 import json
 import os
 import random
+import shutil
 import sys
 import tempfile
 import time
@@ -34,16 +39,20 @@ from isotron.core.checkpoint.locate import steps
 from isotron.core.layout import whole
 from isotron.core.models.llama_config import LlamaConfig
 from isotron.launch import run_local
+from tests.soak_lineage import Lineage
+from tests.soak_strikes import SIGNALS, Striker, started
 
 MAIN = "isotron.train.main:main"
 LAYOUTS: tuple[dict[str, Any], ...] = (
     {"tp": 2, "pp": 2}, {"dp": 4, "micro_batch_size": 1}, {"tp": 2, "dp": 2}, {"pp": 2, "dp": 2},
     {"dp": 2}, {"dp": 2, "zero": 0}, {"pp": 4}, {"tp": 2, "sequence_parallel": True}, {"tp": 2, "pp": 2, "zero": 0},
 )  # fmt: skip
-FAULTS = ("kill", "kill-save", "term", "hang", "diskfull", "glitch", "bitflip", "flip a file")
+INSIDE = ("kill", "kill-save", "term", "hang", "diskfull", "glitch", "bitflip")
+BETWEEN = ("flip a file", "lose a node")
+FAULTS = (*INSIDE, *BETWEEN, *SIGNALS, *SIGNALS)
 EXPECTED = {0, 1, 75, 137, 143}  # done, refused by a check, stuck, killed, stopped
 TOLERANCE = 1e-9
-SAVE_EVERY, STUCK_S, REACH = 4, 5.0, 9
+SAVE_EVERY, NEAR_EVERY, STUCK_S, REACH, FAR = 4, 3, 5.0, 9, 40
 
 
 def config(total: int, **leaves: Any) -> RunConfig:
@@ -60,75 +69,131 @@ def config(total: int, **leaves: Any) -> RunConfig:
 
 @dataclass
 class Tally:
-    """What happened: faults by kind, attempts by exit code, steps done twice, files that were flipped and found."""
+    """What happened: faults by kind, attempts by exit code, steps done twice."""
 
     faults: Counter[str] = field(default_factory=Counter)
     codes: Counter[int] = field(default_factory=Counter)
     redone: int = 0
     attempts: int = 0
+    steps: int = 0
+
+    def add(self, other: Tally) -> None:
+        """Count another soak too."""
+        self.faults += other.faults
+        self.codes += other.codes
+        self.redone += other.redone
+        self.attempts += other.attempts
+        self.steps += other.steps
+
+
+@dataclass
+class Soak:
+    """One run of `total` steps, its dice, and what has happened to it so far."""
+
+    total: int
+    home: Path
+    dice: random.Random
+    tally: Tally = field(default_factory=Tally)
+
+    def __post_init__(self) -> None:
+        self.run, self.near = self.home / "run", self.home / "near"
+        self.run.mkdir()
+        self.near.mkdir()
+        self.lineage = Lineage((self.run, self.near))
+
+    def attempt(self, layout: dict[str, Any], fault: str, reached: int) -> int:
+        """One start of the command, in which `fault` happens soon; the exit code."""
+        if fault == "bitflip" and layout.get("dp", 1) == 1:
+            layout = {"dp": 2, "zero": self.dice.choice((0, 1))}  # without a copy elsewhere nobody can see it
+        cfg = config(self.total, **layout, **self._leaves())
+        cfg = changed(cfg, inject=self._faults(fault, reached, cfg.layout.world))
+        for mark in (self.run / "injected").glob("*"):  # the same fault may come again at another attempt
+            mark.unlink()
+        self.tally.attempts += 1
+        log = self.home / f"attempt-{self.tally.attempts}.log"
+        pids: list[int] = []
+        striker = Striker(fault, self.run, self.near, self.dice, pids) if fault in SIGNALS else None
+        with quiet(log), started(pids), striker.watching() if striker else contextlib.nullcontext():
+            print(f"{layout} {fault} {cfg}")
+            try:
+                code = run_local(MAIN, cfg.layout.world, (cfg, str(self.run)))
+            except Exception as error:  # what a check refuses is raised here
+                print(error)
+                code = int(getattr(error, "exit_code", 99))
+        if striker is not None and striker.struck:
+            self.tally.faults[f"{fault} while {striker.struck}"] += 1
+        self.tally.codes[code] += 1
+        begun = self.lineage.attempt(layout, log.read_text(errors="replace"))
+        self.tally.redone += max(0, reached - begun) if begun or not reached else 0
+        return code
+
+    def _leaves(self) -> dict[str, Any]:
+        dice = self.dice
+        return {
+            "save": str(self.run), "load": str(self.run), "save_interval": SAVE_EVERY, "keep_last": 2, "rerun": True,
+            "async_save": dice.random() < 0.7, "on_save_failure": dice.choice(("stop", "continue")),
+            "local_save": str(self.near), "local_save_interval": NEAR_EVERY, "local_save_ranks": dice.choice((1, 2)),
+        }  # fmt: skip
+
+    def _faults(self, fault: str, reached: int, world: int) -> tuple[str, ...]:
+        """What this attempt does to itself: the fault, and a stop after what it survives."""
+        if not fault:
+            return ()
+        dice, total = self.dice, self.total
+        step = min(reached + dice.randint(1, REACH), total)
+        if fault in ("kill-save", "diskfull"):
+            step = min(-(-step // SAVE_EVERY) * SAVE_EVERY, total)
+        own = (f"{fault}@{step}:{dice.randrange(world)}",) if fault in INSIDE else ()
+        if fault == "flip a file":
+            self.tally.faults[fault] += flip_file(self.run, dice)
+        elif fault == "lose a node":
+            nodes = sorted(self.near.glob("node_*"))
+            shutil.rmtree(dice.choice(nodes)) if nodes else None
+            self.tally.faults[fault] += bool(nodes)
+        elif own:
+            self.tally.faults[fault] += 1
+        end = min(step + (FAR if fault in SIGNALS else dice.randint(1, 4)), total)
+        return *own, f"term@{end}:{dice.randrange(world)}"
 
 
 def soak(total: int, seed: int, home: Path, kinds: tuple[str, ...] = FAULTS) -> Tally:
     """Train `total` steps through faults; raises AssertionError where the end is not that of an undisturbed run."""
-    dice, tally = random.Random(seed), Tally()
+    dice = random.Random(seed)
     with quiet(home / "reference.log"):
-        assert run_local(MAIN, 1, (config(total, save=str(home / "reference")), str(home / "reference"))) == 0
-    run = home / "run"
-    run.mkdir()
-    waiting = list(kinds)
-    dice.shuffle(waiting)
-    while True:
-        reached, layout = last_step(run), dict(dice.choice(LAYOUTS))
+        assert (
+            run_local(
+                MAIN, 1, (config(total, save=str(home / "reference"), stuck_after_s=0.0), str(home / "reference"))
+            )
+            == 0
+        )
+    job, waiting = Soak(total, home, dice), dice.sample(kinds, len(kinds))
+    code = -1
+    while code != 0:
+        reached, layout = last_step(job.run), dict(dice.choice(LAYOUTS))
         if not waiting and reached < total - REACH:
-            waiting = list(kinds)
-            dice.shuffle(waiting)
+            waiting = dice.sample(kinds, len(kinds))
         fault = waiting.pop() if waiting and reached < total - 2 else ""
-        code = attempt(total, run, layout, fault, reached, dice, tally, home)
-        assert code in EXPECTED, f"attempt {tally.attempts} ({fault or 'no fault'}, {layout}) ended with {code}"
-        tally.codes[code] += 1
-        if code == 0:
-            break
-    compare(home / "reference", run, total)
-    return tally
+        code = job.attempt(layout, fault, reached)
+        assert code in EXPECTED, f"attempt {job.tally.attempts} ({fault or 'no fault'}, {layout}) ended with {code}"
+    job.tally.steps = total
+    compare(home / "reference", job.run, total)
+    replay(job, home / "replay")
+    return job.tally
 
 
-def attempt(
-    total: int,
-    run: Path,
-    layout: dict[str, Any],
-    fault: str,
-    reached: int,
-    dice: random.Random,
-    tally: Tally,
-    home: Path,
-) -> int:
-    """One start of the command, in which `fault` happens soon; the exit code."""
-    if fault == "bitflip" and layout.get("dp", 1) == 1:
-        layout = {"dp": 2, "zero": dice.choice((0, 1))}  # without a copy elsewhere nobody can see it
-    leaves: dict[str, Any] = {**layout, "save": str(run), "load": str(run), "save_interval": SAVE_EVERY, "keep_last": 2}
-    leaves |= {"async_save": dice.random() < 0.7, "on_save_failure": dice.choice(("stop", "continue")), "rerun": True}
-    cfg = config(total, **leaves)
-    if fault:
-        step = min(reached + dice.randint(1, REACH), total)
-        if fault in ("kill-save", "diskfull"):
-            step = min(-(-step // SAVE_EVERY) * SAVE_EVERY, total)
-        end = min(step + dice.randint(1, 4), total)  # what the run survives by itself is followed by a stop
-        ranks = [dice.randrange(cfg.layout.world) for _ in range(2)]
-        own = () if fault == "flip a file" else (f"{fault}@{step}:{ranks[0]}",)
-        cfg = changed(cfg, inject=(*own, f"term@{end}:{ranks[1]}"))
-        for mark in (run / "injected").glob("*"):  # the same fault may come again at another attempt
-            mark.unlink()
-        tally.faults[fault] += flip_file(run, dice) if fault == "flip a file" else 1
-    tally.attempts += 1
-    with quiet(home / f"attempt-{tally.attempts}.log"):
-        print(f"{layout} {leaves} {cfg.faults.inject} {fault}")
-        try:
-            code = run_local(MAIN, cfg.layout.world, (cfg, str(run)))
-        except Exception as error:  # what a check refuses is raised here
-            print(error)
-            code = int(getattr(error, "exit_code", 99))
-    tally.redone += max(0, reached - resumed_at(run))
-    return code
+def replay(job: Soak, home: Path) -> None:
+    """The same layouts from the same steps on, without faults: the same bits."""
+    segments = job.lineage.chains[-1]
+    ends = [*(start for start, _ in segments[1:]), job.total]
+    for (_, layout), end in zip(segments, ends, strict=True):
+        stop = (f"term@{end}:0",) if end < job.total else ()
+        cfg = changed(config(job.total, **layout, save=str(home), load=str(home), stuck_after_s=0.0), inject=stop)
+        with quiet(home.with_suffix(".log")):
+            code = run_local(MAIN, cfg.layout.world, (cfg, str(home)))
+        assert code == (143 if stop else 0), f"the replay of {layout} up to step {end} ended with {code}"
+    a, b = (tensors(where / f"step_{job.total:08d}") for where in (job.run, home))
+    differing = [n for n in a if not torch.equal(a[n], b[n])]
+    assert not differing, f"not the bits of the same layouts without faults: {differing}"
 
 
 def flip_file(run: Path, dice: random.Random) -> bool:
@@ -175,12 +240,6 @@ def last_step(run: Path) -> int:
     return max((line["step"] for line in metrics(run) if "loss" in line), default=0)
 
 
-def resumed_at(run: Path) -> int:
-    """The step that the last start went on from; what was reached, when no start got that far."""
-    starts = [line["step"] for line in metrics(run) if line.get("event") == "start"]
-    return starts[-1] if starts else 0
-
-
 def tensors(step: Path) -> dict[str, torch.Tensor]:
     """Every tensor of a checkpoint."""
     source, found = Source(step), {}
@@ -203,6 +262,13 @@ def compare(reference: Path, run: Path, total: int) -> None:
     assert worst[0] <= TOLERANCE * scale, f"{worst[1]} differs by {worst[0]:.3g} of {scale:.3g}"
 
 
+def report(tally: Tally) -> None:
+    """The counts, in words."""
+    print(f"  faults {sum(tally.faults.values())}, all survived: {dict(sorted(tally.faults.items()))}")
+    print(f"  {tally.attempts} attempts, exit codes {dict(sorted(tally.codes.items()))}")
+    print(f"  {tally.steps} steps, {tally.redone} of them done twice", flush=True)
+
+
 def main() -> int:
     """Soak as the command line says, and report."""
     parser = argparse.ArgumentParser()
@@ -214,22 +280,16 @@ def main() -> int:
     end, seed, everything = time.monotonic() + 60 * args.minutes, args.seed, Tally()
     while True:
         home = Path(tempfile.mkdtemp(prefix=f"soak-{seed}-", dir=args.home))
-        started = time.monotonic()
+        started_at = time.monotonic()
         tally = soak(args.steps, seed, home)
-        everything.faults += tally.faults
-        everything.codes += tally.codes
-        everything.redone += tally.redone
-        everything.attempts += tally.attempts
-        print(f"seed {seed}: {args.steps} steps, {time.monotonic() - started:.0f} s, in {home}")
-        print(f"  faults {sum(tally.faults.values())}, all survived: {dict(tally.faults)}")
-        print(
-            f"  attempts {tally.attempts}, exit codes {dict(tally.codes)}, steps done twice {tally.redone}", flush=True
-        )
+        everything.add(tally)
+        print(f"seed {seed}: {time.monotonic() - started_at:.0f} s, in {home}")
+        report(tally)
         seed += 1
         if time.monotonic() >= end:
             break
-    print(f"in all: {sum(everything.faults.values())} faults, {everything.attempts} attempts, "
-          f"{everything.redone} steps done twice; the final weights equal the undisturbed run's")  # fmt: skip
+    print("in all:")
+    report(everything)
     return 0
 
 

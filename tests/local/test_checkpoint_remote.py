@@ -107,3 +107,46 @@ def test_a_run_saves_there_and_goes_on_from_there(
         cli.main([*words, "--train-iters", "3", "--load", "memory://bucket/typo", "--save", str(tmp_path / "c")]) == 2
     )
     assert "must not train from scratch" in capsys.readouterr().err
+
+
+@pytest.fixture
+def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The address of a bucket of an S3 server on this machine."""
+    server = pytest.importorskip("moto.server", reason="an S3 server needs: pip install 'moto[server]' s3fs")
+    pytest.importorskip("s3fs", reason="an S3 server needs: pip install 'moto[server]' s3fs")
+    running = server.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    running.start()
+    host, port = running.get_host_and_port()
+    for name, value in (("ACCESS_KEY_ID", "none"), ("SECRET_ACCESS_KEY", "none"), ("DEFAULT_REGION", "us-east-1")):
+        monkeypatch.setenv(f"AWS_{name}", value)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
+    system = fsspec.filesystem("s3", skip_instance_cache=True)
+    system.mkdir("checkpoints")
+    yield "s3://checkpoints/run"
+    running.stop()
+
+
+def test_an_s3_server_keeps_and_gives_back_a_run(
+    tmp_path: Path, bucket: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """Two steps are pushed, the older one pruned; a damaged object costs its step; a run resumes from the address."""
+    for step in (1, 2, 3):
+        saved = {"w": values((8, 3), seed=step)}
+        push(save_one(tmp_path / "run", step, saved, extra_files={"t/x": b"y"}), bucket, keep_last=2)
+    found = fetch(bucket, tmp_path / "cache", print)
+    assert found is not None and found.name == "step_00000003" and same(load_all(found), saved)
+    store = fsspec.filesystem("s3")
+    assert sorted(p.rpartition("/")[2] for p in store.ls(bucket)) == ["latest", "step_00000002", "step_00000003"]
+    store.pipe_file(f"{bucket}/step_00000003/rank_00000.safetensors", b"torn")
+    said: list[str] = []
+    again = fetch(bucket, tmp_path / "cache2", said.append)
+    assert again is not None and again.name == "step_00000002" and "expected" in said[0]
+    store.rm(bucket, recursive=True)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    words = (
+        "train --mock-data --num-layers 1 --hidden-size 8 --num-attention-heads 2 --vocab-size 11 --seq-length 8 "
+        f"--device cpu --eval-iters 0 --no-tensorboard --remote-save {bucket}"
+    ).split()
+    assert cli.main([*words, "--train-iters", "2", "--save", str(tmp_path / "a")]) == 0
+    assert cli.main([*words, "--train-iters", "3", "--load", bucket, "--save", str(tmp_path / "b")]) == 0
+    assert "at step 2, 2 samples consumed" in capsys.readouterr().out

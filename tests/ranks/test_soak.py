@@ -1,4 +1,4 @@
-"""The soak, short: each kind of fault once, random layouts, and the weights of an undisturbed run at the end."""
+"""The soak, short: faults, random layouts, and in the end the weights of undisturbed runs, to rounding and bitwise."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from tests import soak
 
 
 def test_a_short_soak(tmp_path: Path) -> None:
-    tally = soak.soak(20, 3, tmp_path, ("kill", "kill-save", "flip a file"))
-    assert tally.codes[0] == 1 and sum(tally.faults.values()) >= 2
+    tally = soak.soak(14, 3, tmp_path, ("kill-save", "SIGKILL"))
+    assert tally.codes[0] == 1 and sum(tally.faults.values()) >= 1
 
 
 @pytest.mark.slow
 def test_a_longer_soak(tmp_path: Path) -> None:
     tally = soak.soak(150, 5, tmp_path)
-    assert tally.codes[0] == 1 and set(tally.faults) == set(soak.FAULTS)
+    assert tally.codes[0] == 1 and set(tally.faults) > {*soak.INSIDE, *soak.BETWEEN} and sum(tally.faults.values()) >= 14

@@ -20,7 +20,7 @@ from isotron.core.checkpoint.save import ExtraFiles, Saved, save_checkpoint
 from isotron.core.checkpoint.staging import Buffers
 from isotron.core.errors import refuse
 
-POLITE = 10  # added to the niceness of the writing thread: it takes what training leaves of the cores
+POLITE = 19  # added to the niceness of the writing thread: training that wants all cores gives it almost none
 
 
 class _Job:

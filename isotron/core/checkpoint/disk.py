@@ -6,7 +6,7 @@ import hashlib
 import os
 import shutil
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from io import RawIOBase
 from pathlib import Path
 
@@ -18,21 +18,32 @@ BLOCK_BYTES = 2**22
 def write_blocks(file: Path, blocks: Iterator[bytes | memoryview], sync: bool = True) -> FileEntry:
     """Write a new file from blocks of bytes, hashing on the way, and (`sync`) sync it to disk.
 
-    Large blocks are hashed by another thread while they are written: each takes a core for about as long.
+    Large blocks are hashed by another thread while they are written, for each takes a core for about as long; and what
+    is written is sent to the disk by a third meanwhile, which otherwise would have nothing to do until the end.
     """
     digest, size = hashlib.sha256(), 0
-    with file.open("xb", buffering=0) as f, ThreadPoolExecutor(1) as beside:  # its thread starts with the first task
-        for block in blocks:
-            hashed = beside.submit(digest.update, block) if len(block) >= BLOCK_BYTES else None
+    flushed: Future[None] | None = None
+    with file.open("xb", buffering=0) as f, ThreadPoolExecutor(1) as hashing, ThreadPoolExecutor(1) as flushing:
+        for block in blocks:  # threads start with their first task
+            hashed = hashing.submit(digest.update, block) if len(block) >= BLOCK_BYTES else None
             _write_all(f, block)
             if hashed is None:
                 digest.update(block)
-            else:
+            elif sync and (flushed is None or flushed.done()):
+                flushed = flushing.submit(flush_data, f.fileno())
+            if hashed is not None:
                 hashed.result()
             size += len(block)
+        if flushed is not None:
+            flushed.result()
         if sync:
             os.fsync(f.fileno())
     return FileEntry(size, digest.hexdigest())
+
+
+def flush_data(handle: int) -> None:
+    """Bring what has been written to the disk, without what only a listing of the directory needs."""
+    getattr(os, "fdatasync", os.fsync)(handle)
 
 
 def _write_all(f: RawIOBase, block: bytes | memoryview) -> None:
