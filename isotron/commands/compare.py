@@ -91,5 +91,8 @@ def _lines(rows: Sequence[Any]) -> list[str]:
 
 def help_text() -> str:
     """The options of compare."""
-    usage = "isotron compare A B\n\nA: a run, a step, or a Hugging Face directory. B: another one, or transformers."
+    usage = (
+        "isotron compare A B\n\nA: a run, a step, a Hugging Face directory or a Megatron checkpoint. B: another one,\n"
+    )
+    usage += "or transformers. Both run on the CPU of one process, one after the other."
     return options_help(usage, {"[command]": OWN.values()})

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import tokenizers
 from safetensors.torch import load_file, save_file
 
 from isotron.commands import compare
@@ -17,6 +21,7 @@ from isotron.hub.locate import is_hub_name, local_path
 from tests.hf_twins import save
 
 pytest.importorskip("transformers")
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize("name", ["qwen2", "gpt2", "neox"])
@@ -40,6 +45,14 @@ def test_the_first_layer_that_differs_is_named(tmp_path: Path, capsys: pytest.Ca
     assert compare.run([str(tmp_path / "a"), str(tmp_path / "b"), "--tokens", "20"]) == 1
     out = capsys.readouterr().out
     assert "they part at: layer 1, by" in out and out.count("differs") == 4
+    words = {"once": 0, "upon": 1, "a": 2, "time": 130, "<unk>": 3}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, "<unk>"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.save(str(tmp_path / "a" / "tokenizer.json"))
+    given = ["--text", "once upon a time", "--json", "--tolerance", "9"]
+    assert compare.run([str(tmp_path / "a"), str(tmp_path / "b"), *given]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [r["what"] for r in rows if r["difference"]] == ["layer 1", "layer 2", "final norm", "logits"]
 
 
 def test_refusals(tmp_path: Path) -> None:
@@ -75,3 +88,43 @@ def test_names_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert is_folder(local_path("org/name@abc")) and asked == [("org/name", "abc")]
     with pytest.raises(Refused, match="the hub gave nothing: no network"):
         local_path("org/gone")
+
+
+OFFLINE = """
+import sys
+from isotron.config.resume import find_checkpoint
+from isotron.core.errors import Refused
+from isotron.hub.reader import HFSource
+for name in sys.argv[1:]:
+    try:
+        found = find_checkpoint(name, "")
+        HFSource(found.path)
+        print(found.path, found.weights_only)
+    except Refused as refused:
+        print(str(refused).replace(chr(10), " | "))
+"""
+
+
+def test_the_cache_of_the_hub_without_a_network(tmp_path: Path) -> None:
+    """Two revisions as the library's own cache keeps them; nothing else is known, and nobody is asked."""
+    pytest.importorskip("huggingface_hub")
+    place = tmp_path / "hub" / "models--org--name"
+    first, second, third = ("1" * 40, "2" * 40, "3" * 40)
+    for commit, reference in ((first, "main"), (second, "v2"), (third, "halves")):
+        save("llama", place / "snapshots" / commit)
+        (place / "refs").mkdir(exist_ok=True)
+        (place / "refs" / reference).write_text(commit)
+    (place / "snapshots" / third / "model.safetensors").unlink()
+    surroundings = {**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_CACHE": str(tmp_path / "hub"),
+                    "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}  # fmt: skip
+    names = ("org/name", "org/name@v2", f"org/name@{second}", "org/name@halves", "org/name@v3", "org/other")
+    done = subprocess.run(
+        [sys.executable, "-c", OFFLINE, *names],
+        cwd=tmp_path, env=surroundings, capture_output=True, text=True, check=False, timeout=100,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[:3] == [f"{place / 'snapshots' / commit} True" for commit in (first, second, second)]
+    assert "it holds no model.safetensors and no index of several | try:" in lines[3]
+    for name, line in zip(names[4:], lines[4:], strict=True):
+        assert line.startswith(f"asked:  --load {name} | but:") and "the hub gave nothing" in line and "| try:" in line

@@ -116,29 +116,6 @@ def edit(directory: Path, config: dict[str, Any], change: Any = None) -> Path:
     return directory
 
 
-def test_tied_and_untied_heads_present_absent_redundant_and_different(tmp_path: Path) -> None:
-    save("llama-tied", tmp_path / "tied")
-    assert "head.weight" not in HFSource(tmp_path / "tied").names()
-    with pytest.raises(Refused, match="tie_word_embeddings false, and there is no lm_head.weight"):
-        HFSource(edit(tmp_path / "tied", {"tie_word_embeddings": False}))
-
-    def redundant(found: dict[str, torch.Tensor]) -> None:
-        found["lm_head.weight"] = found["model.embed_tokens.weight"].clone()
-
-    def different(found: dict[str, torch.Tensor]) -> None:
-        found["lm_head.weight"][3, 4] += 1
-
-    source = HFSource(edit(tmp_path / "tied", {"tie_word_embeddings": True}, redundant))
-    assert "head.weight" not in source.names() and source.ignored == ["lm_head.weight"]
-    back = there_and_back(tmp_path / "tied", tmp_path)
-    assert "lm_head.weight" not in tensors(back)
-    with pytest.raises(Refused, match="lm_head.weight differs"):
-        HFSource(edit(tmp_path / "tied", {}, different))
-    assert "head.weight" in HFSource(edit(tmp_path / "tied", {"tie_word_embeddings": False})).names()
-    save("gpt2-untied", tmp_path / "untied")
-    assert "head.weight" in HFSource(tmp_path / "untied").names()
-
-
 def test_everything_that_is_not_understood_is_said_at_once(tmp_path: Path) -> None:
     save("llama", tmp_path / "m")
     strange = {"hidden_act": "relu", "brand_new": 3, "quantization_config": {"bits": 4}}
