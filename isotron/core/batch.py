@@ -12,6 +12,7 @@ from functools import cached_property
 
 import torch
 
+from isotron.core.device import upload
 from isotron.core.rows import Cuts, Runs, borders
 
 
@@ -42,7 +43,7 @@ class Batch:
     def to(self, device: torch.device | str) -> Batch:
         """The same batch on another device."""
         own = {f.name: getattr(self, f.name) for f in fields(self)}
-        moved = {k: v.to(device, non_blocking=True) for k, v in own.items() if isinstance(v, torch.Tensor)}
+        moved = {k: upload(v, device) for k, v in own.items() if isinstance(v, torch.Tensor)}
         there = replace(self, **moved)  # type: ignore[arg-type]
         if "cuts" in self.__dict__:  # counted once, where the documents were at hand
             there.__dict__["cuts"] = self.cuts

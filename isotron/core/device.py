@@ -216,6 +216,14 @@ def host_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -
     return torch.zeros(tuple(shape), dtype=dtype, pin_memory=device.type == "cuda")
 
 
+def upload(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    """A copy on `device`; the host does not wait for a copy to CUDA, which is read from pinned memory."""
+    target = torch.device(device)
+    if is_cuda(target) and tensor.device.type == "cpu":
+        tensor = tensor.pin_memory()  # kept until the copy is done, by torch
+    return tensor.to(target, non_blocking=True)
+
+
 def start_copies(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], device: torch.device) -> Callable[[], None]:
     """Begin to copy (target, source) to or from the host, behind what is queued on the device; the result waits."""
     if device.type != "cuda":

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Generic, TypeAlias, TypeVar
@@ -136,10 +137,13 @@ class Prefetcher(Generic[T]):
     """Draws items from `source` in a background thread, `depth` ahead of the consumer.
 
     An exception of the source is raised where its item would have been; `close` (or leaving the context) stops the
-    thread and waits for it.
+    thread and waits for it. waited: seconds that the consumer stood still for the last item. A thread, not a process:
+    signals are the main thread's, and it ends with the process, however that ends.
     """
 
-    def __init__(self, source: Iterator[T], depth: int = 1) -> None:
+    waited = 0.0
+
+    def __init__(self, source: Iterator[T], depth: int = 2) -> None:
         self._items: queue.Queue[tuple[str, object]] = queue.Queue(maxsize=depth)
         self._stop = threading.Event()
         self._over = False
@@ -171,7 +175,9 @@ class Prefetcher(Generic[T]):
     def __next__(self) -> T:
         if self._over:
             raise StopIteration
+        began = time.perf_counter()
         kind, value = self._items.get()
+        self.waited = time.perf_counter() - began
         if kind == "item":
             return value  # type: ignore[return-value]
         self._over = True

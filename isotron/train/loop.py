@@ -46,7 +46,8 @@ class Run:
     """A state in progress with what feeds it, where it is saved and what it reports to.
 
     `rebuild` gives the training and validation data anew, after the position in them has moved. `end_of_step`: behind
-    the samples of the step that is being taken. `tasks`: what each evaluation measures beside the loss.
+    the samples of the step that is being taken. `data_wait`: seconds that it stood still for them. `tasks`: what each
+    evaluation measures beside the loss.
     """
 
     state: TrainState
@@ -64,6 +65,7 @@ class Run:
     rebuild: Callable[[], tuple[Sequence[Any], Sequence[Any] | None]]
     tasks: Callable[[], Sequence[Measured]] | None = None
     end_of_step: int = 0
+    data_wait: float = 0.0
     stragglers: Stragglers = field(default_factory=Stragglers)
 
     @property
@@ -109,6 +111,7 @@ def train_on(run: Run) -> int:
     tracer = StepTracer(state.model, cfg.log.trace, Path(cfg.log.run_dir or run.saves.directory))
     with Prefetcher((start, size, run.batches(run.train_data, start, size)) for start, size in remaining) as feed:
         for start, size, batches in feed:
+            run.data_wait = feed.waited
             with tracer.step(state.step + 1, len(batches)):
                 one_step(run, batches, range(start, start + size))
             run.deadline.look(run.stop)
@@ -228,6 +231,7 @@ def _record(run: Run, result: StepResult, seconds: float, scale: float, samples:
         tokens=result.tokens,
         consumed_samples=state.consumed_samples,
         step_time_s=seconds,
+        data_wait_s=run.data_wait,
         flops_per_s_per_device=flops,
         skipped=result.skipped,
         sample_ids=(samples.start, samples.stop - 1),

@@ -90,6 +90,7 @@ class Metrics:
             "tokens": record.tokens,
             "consumed_samples": record.consumed_samples,
             "step_time_s": record.step_time_s,
+            "data_wait_s": record.data_wait_s,
             "tokens_per_s": record.tokens_per_s,
             "tflops_per_device": record.tflops_per_device,
             "mfu": utilisation(record.flops_per_s_per_device, self._peak),

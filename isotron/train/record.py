@@ -11,8 +11,8 @@ class StepRecord:
     """One step.
 
     loss: per unmasked token. grad_norm: before clipping. tokens: unmasked, over all ranks. consumed_samples: up to and
-    with this step. flops_per_s_per_device: model FLOP/s. sample_ids: first and last in consumption order. loss_scale:
-    None in types that have none. aux: further terms of the loss, and lists
+    with this step. data_wait_s: for the data, before the step. flops_per_s_per_device: model FLOP/s. sample_ids: first
+    and last in consumption order. loss_scale: None in types that have none. aux: further terms of the loss, and lists
     such as the visits of each expert.
     """
 
@@ -26,6 +26,7 @@ class StepRecord:
     flops_per_s_per_device: float
     skipped: bool
     sample_ids: tuple[int, int]
+    data_wait_s: float = 0.0
     loss_scale: float | None = None
     aux: Mapping[str, float | list[int]] = field(default_factory=dict)
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,6 +19,7 @@ from isotron.data.batches import Prefetcher, make_batch, microbatches
 from isotron.data.config import DataConfig
 
 EOD = 9
+ROOT = Path(__file__).resolve().parents[2]
 
 
 class Numbered:
@@ -118,10 +123,49 @@ def test_prefetching_keeps_order_and_reads_ahead() -> None:
     with Prefetcher(source()) as ahead:
         assert next(ahead) == 0
         deadline = time.monotonic() + 5
-        while len(made) < 3 and time.monotonic() < deadline:  # one waits in the queue, one in the thread's hand
+        while len(made) < 4 and time.monotonic() < deadline:  # two wait in the queue, one in the thread's hand
             time.sleep(0.01)
-        assert made == [0, 1, 2]
-        assert list(ahead) == [1, 2, 3, 4] and list(ahead) == []
+        assert made == [0, 1, 2, 3]
+        assert next(ahead) == 1 and ahead.waited < 0.5  # it was there
+        assert list(ahead) == [2, 3, 4] and list(ahead) == []
+
+
+def test_the_time_that_a_step_waits_is_known() -> None:
+    gate = threading.Event()
+
+    def source() -> Iterator[int]:
+        gate.wait()
+        yield 1
+
+    with Prefetcher(source()) as ahead:
+        threading.Timer(0.2, gate.set).start()
+        assert next(ahead) == 1 and ahead.waited >= 0.1
+
+
+PARENT = """
+import sys, threading, time
+from isotron.data.batches import Prefetcher
+
+def endless():
+    while True:
+        yield 1
+
+with Prefetcher(endless()) as feed:
+    next(feed)
+    print("ready", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_killed_process_takes_its_reader_with_it() -> None:
+    """Reading ahead is a thread: no process is left that a signal could miss or that could outlive its parent."""
+    program = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, cwd=ROOT)
+    assert program.stdout is not None and program.stdout.readline() == b"ready\n"
+    children = Path(f"/proc/{program.pid}/task/{program.pid}/children")
+    assert not children.exists() or not children.read_text().strip()
+    program.kill()
+    assert program.wait(10) == -signal.SIGKILL
+    program.stdout.close()
 
 
 def test_errors_of_the_source_reach_the_consumer() -> None:

@@ -85,6 +85,7 @@ def test_a_step_has_every_field_in_full_precision(tmp_path):
         "tokens": 1000,
         "consumed_samples": 8,
         "step_time_s": 0.5,
+        "data_wait_s": 0.0,
         "tokens_per_s": 2000.0,
         "tflops_per_device": 20.0,
         "mfu": 0.2,
