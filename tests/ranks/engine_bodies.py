@@ -91,6 +91,12 @@ def trained(cfg: dict[str, Any], folder: str = "") -> tuple[dict[str, Tensor], f
     return state_of(again), again.get_global_grad_norm(), again.get_lr()
 
 
+def places(cfg: dict[str, Any]) -> tuple[bool, bool]:
+    """Whether all optimizer state is hosted, and whether own weights are."""
+    engine, *_ = isotron.initialize(net(), cfg)
+    return len(engine.state._hosted) == len(engine.state.views), all(v.hosted for v in engine.held.views())
+
+
 def resumed(cfg: dict[str, Any], folder: str) -> dict[str, Tensor]:
     """Go on from a folder that another number of ranks has saved."""
     engine, *_ = isotron.initialize(net(), cfg)

@@ -11,7 +11,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from isotron.core.engine.engine import data_parallel_group
-from isotron.core.engine.fairscale import OSS, Pipe, ShardedDDP
+from isotron.core.engine.fairscale import OSS, FullyShardedDataParallel, Pipe, ShardedDDP
 from isotron.core.errors import Refused
 from tests.ranks import engine_bodies as bodies
 
@@ -50,6 +50,51 @@ def test_equals_torch(ranks: Ranks, kind: str, options: dict[str, Any]) -> None:
         for name, tensor in model.state_dict().items():
             assert torch.allclose(weights[name], tensor, rtol=1e-9, atol=1e-12), name
     assert sum(size for _, size in shared) == alone[1] and all(size < 0.8 * alone[1] for _, size in shared)
+
+
+def fully(options: dict[str, Any]) -> tuple[dict[str, Tensor], int, float]:
+    """Four clipped steps of two backwards each; what a spoiled backward leaves is thrown away between them."""
+    model, group = FullyShardedDataParallel(bodies.net(), **options), data_parallel_group()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, eps=1e-6)
+    for step in range(bodies.STEPS):
+        x, y = (t.chunk(group.size)[group.index] for t in bodies.batch(step))
+        (1e3 * bodies.loss_of(model, x, y)).backward()
+        optimizer.zero_grad()
+        for a, b in zip(x.chunk(2), y.chunk(2), strict=True):
+            (bodies.loss_of(model, a, b) / 2).backward()
+        norm = model.clip_grad_norm_(0.5)
+        optimizer.step()
+    model.close()
+    return model.state_dict(), sum(p.numel() for p in model.parameters()), norm
+
+
+@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}, {"move_params_to_cpu": True}])
+def test_fully_sharded_equals_torch(ranks: Ranks, options: dict[str, Any]) -> None:
+    model = bodies.net()
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    theirs = torch.optim.AdamW(parameters, lr=0.05, eps=1e-6)
+    for step in range(bodies.STEPS):
+        theirs.zero_grad()
+        bodies.loss_of(model, *bodies.batch(step)).backward()
+        for p in parameters:
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+        norm = float(nn.utils.clip_grad_norm_(parameters, 0.5))
+        theirs.step()
+    found = ranks(2, fully, options)
+    assert sum(size for _, size, _ in found) == sum(p.numel() for p in parameters)
+    for weights, _, theirs_norm in found:
+        assert theirs_norm == pytest.approx(norm, rel=1e-9)
+        for name, tensor in model.state_dict().items():
+            assert torch.allclose(weights[name], tensor, rtol=1e-6, atol=1e-7), name
+
+
+def test_fully_sharded_in_half_precision_and_nested() -> None:
+    wrapped = FullyShardedDataParallel(bodies.net(torch.float32), compute_dtype=torch.bfloat16)
+    assert all(p.dtype == torch.float32 for p in wrapped.parameters())
+    assert wrapped.module.hidden.weight.dtype == torch.bfloat16
+    with pytest.raises(Refused, match="wrap the whole model once"):
+        FullyShardedDataParallel(nn.Sequential(wrapped))
+    wrapped.close()
 
 
 @pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])

@@ -14,6 +14,7 @@ from typing import Any
 
 from isotron.core.errors import Problem, Refused, refuse
 from isotron.core.optim.config import OptimConfig
+from isotron.core.parallel.offload import Offload
 
 AUTO = "auto"
 # what may stand in the file, by table; a table's own keys under its name
@@ -28,7 +29,7 @@ KEYS: dict[str, tuple[str, ...]] = {
     "optimizer": ("type", "params"),
     "scheduler": ("type", "params"),
     "zero_optimization": ("stage", "reduce_bucket_size", "offload_optimizer", "offload_param"),
-    "offload_optimizer": ("device",),
+    "offload_optimizer": ("device", "ratio", "nvme_path"),
     "offload_param": ("device",),
 }  # fmt: skip
 # accepted without effect: how DeepSpeed works, not what comes out
@@ -66,8 +67,7 @@ class EngineConfig:
     dtype: str = ""
     zero: int = 0
     bucket_size: int = 40_000_000
-    offload_optimizer: str = "none"
-    offload_param: str = "none"
+    offload: Offload = Offload()
     optim: OptimConfig = OptimConfig(clip_grad=0.0)
     optimizer: str | None = None
     lr: float = 1e-3
@@ -96,8 +96,7 @@ def read(source: Mapping[str, Any] | str | Path, ways: int) -> EngineConfig:
         dtype=_dtype(tree),
         zero=_number(zero, "stage", 0, "zero_optimization.", (0, 1, 2, 3)),
         bucket_size=_number(zero, "reduce_bucket_size", 40_000_000, "zero_optimization."),
-        offload_optimizer=_device(zero, "offload_optimizer"),
-        offload_param=_device(zero, "offload_param"),
+        offload=_offload(zero),
         optim=optim,
         optimizer=method,
         lr=lr,
@@ -183,13 +182,34 @@ def _dtype(tree: Mapping[str, Any]) -> str:
     return "float16" if half is True else "bfloat16" if brain is True else ""
 
 
-def _device(zero: Mapping[str, Any], key: str) -> str:
-    device = (zero.get(key) or {}).get("device", "none")
+def _offload(zero: Mapping[str, Any]) -> Offload:
+    """What lives on the host, or in files of `nvme_path`; weights do so under stage 3."""
+    state, weights = (_table(zero, key) for key in ("offload_optimizer", "offload_param"))
+    device, other = state.get("device", "none"), weights.get("device", "none")
     if device not in ("none", "cpu", "nvme"):
-        raise refuse(
-            f'"{key}.device": {device!r}', "the devices are none, cpu and nvme", f'"{key}": {{"device": "cpu"}}'
-        )
-    return str(device)
+        fix = '"offload_optimizer": {"device": "cpu"}'
+        raise refuse(f'"offload_optimizer.device": {device!r}', "the devices are none, cpu and nvme", fix)
+    if other not in ("none", "cpu"):
+        case = "weights live on the device or in host memory"
+        raise refuse(f'"offload_param.device": {other!r}', case, '"offload_param": {"device": "cpu"}')
+    if other == "cpu" and zero.get("stage", 0) != 3:
+        case = "below stage 3 every rank works with whole weights, on its device"
+        raise refuse('"offload_param.device": "cpu"', case, '"stage": 3')
+    path = str(state.get("nvme_path", "")) if device == "nvme" else ""
+    if device == "nvme" and not path:
+        fix = '"nvme_path": "/local/disk"'
+        raise refuse('"offload_optimizer.device": "nvme"', "files need a directory, and nvme_path names none", fix)
+    ratio = state.get("ratio", 1.0)
+    if not isinstance(ratio, (int, float)) or not 0 <= ratio <= 1:
+        raise refuse(f'"offload_optimizer.ratio": {ratio!r}', "it is a share from 0 to 1", '"ratio": 1.0')
+    return Offload(0.0 if device == "none" else float(ratio), path, other == "cpu")
+
+
+def _table(zero: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    found = zero.get(key) or {}
+    if not isinstance(found, Mapping):
+        raise refuse(f'"{key}": {found!r}', "it is a table of its own", f'"{key}": {{"device": "cpu"}}')
+    return found
 
 
 def _without_auto(params: Mapping[str, Any]) -> dict[str, Any]:

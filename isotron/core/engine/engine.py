@@ -27,7 +27,6 @@ from isotron.core.engine.config import EngineConfig, read
 from isotron.core.engine.held import Held
 from isotron.core.engine.rates import rate
 from isotron.core.engine.rules import from_config, from_torch, settings
-from isotron.core.errors import refuse
 from isotron.core.mesh import Group, Mesh
 from isotron.core.optim.clip import clip_factor, global_norm
 from isotron.core.optim.config import OptimConfig
@@ -74,9 +73,9 @@ class Engine:
         self.cfg, self.group = cfg, data_parallel_group()
         self.optimizer, self._rule = optimizer, rule
         dtype = devices.dtype_of(cfg.dtype) if cfg.dtype else None
-        self.held = Held(module, dtype, cfg.zero, self.group, cfg.bucket_size)
+        self.held = Held(module, dtype, cfg.zero, self.group, cfg.bucket_size, cfg.offload.weights)
         wide = torch.empty(0, dtype=torch.promote_types(self.held.dtype, torch.float32), device=self.held.device)
-        self.state = Optimizer(self.held.views(), optim, self._settings(), self.group, wide)
+        self.state = Optimizer(self.held.views(), optim, self._settings(), self.group, wide, cfg.offload)
         self.scaler = LossScaler.for_run(cfg.dtype, optim)
         self.lr_scheduler: Any = None
         self.global_steps = self.skipped_steps = self.micro_steps = 0
@@ -210,9 +209,6 @@ def initialize(
     trains. `lr_scheduler`: one on `optimizer`, or a function that makes one of an optimizer.
     """
     cfg = read(config, data_parallel_group().size)
-    for name, device in (("offload_optimizer", cfg.offload_optimizer), ("offload_param", cfg.offload_param)):
-        if device != "none":
-            raise refuse(f'"{name}.device": "{device}"', "an engine keeps its state where the module is", '"none"')
     if optimizer is None:
         trained = [p for p in model.parameters() if p.requires_grad]
         optimizer, rule, optim = from_config(cfg, trained if model_parameters is None else model_parameters)

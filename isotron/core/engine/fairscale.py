@@ -1,4 +1,4 @@
-"""FairScale's call shapes on the core: OSS, ShardedDDP, Pipe.
+"""FairScale's call shapes on the core: OSS, ShardedDDP, FullyShardedDataParallel, Pipe.
 
 OSS keeps optimizer state sharded, ShardedDDP reduces each gradient to the rank that steps it; together they are an
 engine with stage 2, driven by `loss.backward()` and `optimizer.step()`. Pipe is GPipe in one process.
@@ -6,7 +6,7 @@ engine with stage 2, driven by `loss.backward()` and `optimizer.step()`. Pipe is
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.checkpoint import checkpoint as recomputed
 
 from isotron.core.engine.engine import data_parallel_group
@@ -105,6 +106,90 @@ def _shared(out: Any, ways: int) -> Any:
         for key, value in out.items():
             out[key] = _shared(value, ways)
     return out
+
+
+class FullyShardedDataParallel(nn.Module):
+    """`module` with weights, gradients and optimizer state sharded; the optimizer is made over `parameters()` after it.
+
+    reshard_after_forward: weights are gathered for every use, else they stay and the rest is sharded. compute_dtype
+    (with mixed_precision, float16 unless given): of the module, whose masters are then float32 in the optimizer.
+    move_params_to_cpu: own weights live in host memory. Members of each ModuleList are gathered one by one, so only
+    the outermost module is wrapped. Gradients are means over ranks.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        reshard_after_forward: bool = True,
+        mixed_precision: bool = False,
+        compute_dtype: torch.dtype | None = None,
+        move_params_to_cpu: bool = False,
+    ) -> None:
+        super().__init__()
+        if any(isinstance(m, FullyShardedDataParallel) for m in module.modules()):
+            case = "what is gathered at a time follows from the ModuleLists of the outermost module"
+            raise refuse("FullyShardedDataParallel inside another", case, "wrap the whole model once")
+        dtype = compute_dtype or (torch.float16 if mixed_precision else None)
+        self.module, group = module, data_parallel_group()
+        zero = 3 if reshard_after_forward else 2
+        self.held = Held(module, dtype, zero, group, BUCKET, move_params_to_cpu)
+        self._parts = self.held.sharded.parts()
+        mine = {id(p) for p in self._parts}
+        # the optimizer comes later: torch tells of a step of any optimizer, and we look whether it has our parts
+        self._hooks = [
+            register_optimizer_step_pre_hook(lambda o, *_: self._before_step() if _steps(o, mine) else None),
+            register_optimizer_step_post_hook(lambda o, *_: self.held.sharded.stepped() if _steps(o, mine) else None),
+        ]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's output. Gradients that `optimizer.zero_grad()` took away are forgotten here too."""
+        if torch.is_grad_enabled():
+            self._follow_zero_grad()
+            for part in self._parts:  # a mark: whoever wants a new start takes it away
+                part.grad = part.new_zeros(()).expand_as(part) if part.grad is None else part.grad
+        return self.module(*args, **kwargs)
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """The parts that this rank steps."""
+        return iter(self._parts)
+
+    def clip_grad_norm_(self, max_norm: float) -> float:
+        """Scale gradients to a global norm of at most `max_norm`; returns the norm before."""
+        return self.held.sharded.clip_grad_norm_(max_norm)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """The whole module's, on every rank."""
+        with self.held.sharded.gathered() as module:
+            return {n: x.detach().clone() for n, x in module.state_dict(*args, **kwargs).items()}
+
+    def summon_full_params(self) -> AbstractContextManager[nn.Module]:
+        """The module with whole weights, to read."""
+        return self.held.sharded.gathered()
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Nothing to switch off: what is summed at its owner may be summed in parts."""
+        return nullcontext()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """A step begins with empty buffers."""
+        self.held.forget()
+
+    def close(self) -> None:
+        """No longer look at what torch's optimizers do."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _follow_zero_grad(self) -> None:
+        if all(part.grad is None for part in self._parts):
+            self.held.forget()
+
+    def _before_step(self) -> None:
+        self._follow_zero_grad()
+        self.held.finish()
+
+
+def _steps(optimizer: torch.optim.Optimizer, mine: set[int]) -> bool:
+    return any(id(p) in mine for group in optimizer.param_groups for p in group["params"])
 
 
 class Pipe(nn.Module):

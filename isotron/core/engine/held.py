@@ -17,9 +17,20 @@ from isotron.core.parallel.data import View
 
 
 class Held:
-    """`module` in place, cast to `dtype` where one is given, with the parameters and buffers of rank 0 of `group`."""
+    """`module` in place, cast to `dtype` where one is given, with the parameters and buffers of rank 0 of `group`.
 
-    def __init__(self, module: nn.Module, dtype: torch.dtype | None, zero: int, group: Group, bucket_size: int) -> None:
+    hosted: under stage 3 own runs of weights live in host memory.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        dtype: torch.dtype | None,
+        zero: int,
+        group: Group,
+        bucket_size: int,
+        hosted: bool = False,
+    ) -> None:
         if dtype is not None:
             module.to(dtype)
         if not any(p.requires_grad for p in module.parameters()):
@@ -30,7 +41,7 @@ class Held:
         self.parameters = dict(module.named_parameters())
         first = next(p for p in self.parameters.values() if p.requires_grad)
         self.dtype, self.device = first.dtype, first.device
-        self.sharded = shard(module, None, zero=zero, bucket_size=bucket_size)
+        self.sharded = shard(module, None, zero=zero, bucket_size=bucket_size, hosted=hosted)
 
     def views(self) -> list[View]:
         """What this rank steps."""

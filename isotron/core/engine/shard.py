@@ -49,13 +49,14 @@ def shard(
     values: Initialiser | Source | None = None,
     device: torch.device | str = "cpu",
     seed: int = 0,
+    hosted: bool = False,
 ) -> Sharded:
     """Shard a module's weights, gradients and optimizer over all ranks, in place.
 
     zero: 0 nothing, 1 optimizer state, 2 gradients too, 3 weights too. shard_size: ranks that share a set of shards, 0
     for all. units: names of the submodules whose weights are gathered together; without them the members of every
     `nn.ModuleList`. The weights of the first rank are given to all. Gradients are means over ranks. Without an
-    optimizer they are sums, and the caller steps `views()` itself.
+    optimizer they are sums, and the caller steps `views()` itself. hosted: under zero 3 own runs live in host memory.
 
     A module on the meta device gets its weights on `device`, each rank its shards only: `values(name, tensor)` writes
     one parameter or buffer in place (on the CPU, torch's generator seeded by `seed` and the name), or `values` is a
@@ -71,7 +72,7 @@ def shard(
     mesh = Mesh(dist.get_rank() if world > 1 else 0, dp=world)
     drawn = values_of(module, values, seed)
     first = None if drawn is None else put_on(module, torch.device(device), drawn)
-    settings = zero, shard_size or world, tuple(units), bucket_size, overlap, reduce_dtype
+    settings = zero, shard_size or world, tuple(units), bucket_size, overlap, reduce_dtype, hosted
     return Sharded(module, optimizer, mesh, *settings, first)
 
 
@@ -80,7 +81,8 @@ class Sharded:
 
     def __init__(
         self, module: nn.Module, optimizer: torch.optim.Optimizer | None, mesh: Mesh, zero: int, shard_size: int,
-        units: tuple[str, ...], bucket_size: int, overlap: bool, reduce_dtype: torch.dtype | None, first: First | None,
+        units: tuple[str, ...], bucket_size: int, overlap: bool, reduce_dtype: torch.dtype | None,
+        hosted: bool, first: First | None,
     ) -> None:  # fmt: skip
         self.module, self.optimizer, self.mesh, self._first = module, optimizer, mesh, first
         named = dict(module.named_parameters())
@@ -91,7 +93,7 @@ class Sharded:
         group = sharing(dp.ranks, mesh.rank, mesh.group_of, shard_size if stage else 1)
         frozen = tuple(n for n, p in named.items() if not p.requires_grad)
         classes = Classes(None, stage == 3, False, frozen, unit_of=self._unit_of.__getitem__)
-        plan = Sharding(stage, {DENSE: group}, bucket_size, classes, overlap, reduce_dtype)
+        plan = Sharding(stage, {DENSE: group}, bucket_size, classes, overlap, reduce_dtype, hosted)
         self.flats = [self._flat(found, plan) for found in _by_dtype(named)]
         self._steps = [] if optimizer is None else _into_optimizer(optimizer, named, self.views())
         self._begun = self._finished = self._called_back = False
@@ -101,7 +103,7 @@ class Sharded:
         self.units = self._hook_units(names, named, overlap) if stage == 3 else None
         if optimizer is not None:
             optimizer.register_step_pre_hook(lambda *_: self.finish())
-            optimizer.register_step_post_hook(lambda *_: self._stepped())
+            optimizer.register_step_post_hook(lambda *_: self.stepped())
 
     def _flat(self, named: Mapping[str, nn.Parameter], plan: Sharding) -> Flat:
         first = self._first or own_values(named, self.mesh.group("dp"))
@@ -172,6 +174,11 @@ class Sharded:
         """The parts of parameters that this rank steps."""
         return [v for flat in self.flats for v in flat.views()]
 
+    def parts(self) -> list[nn.Parameter]:
+        """The same, in float32 or wider, for an optimizer made later; around its step come `finish` and `stepped`."""
+        self._steps = [(_part(view), view) for view in self.views()]
+        return [part for part, _ in self._steps]
+
     def _begin(self) -> None:
         if not self._begun:
             self._begun, self._finished = True, False
@@ -238,7 +245,8 @@ class Sharded:
         return norm
 
     @torch.no_grad()
-    def _stepped(self) -> None:
+    def stepped(self) -> None:
+        """The optimizer has stepped: new weights to all who keep them."""
         for p, view in self._steps:
             if p.data_ptr() != view.weight.data_ptr():
                 view.weight.copy_(p)
@@ -281,12 +289,17 @@ def _into_optimizer(
     parts: dict[int, list[nn.Parameter]] = {}
     steps = []
     for view in views:
-        part = nn.Parameter(view.weight if view.weight.dtype == view.grad.dtype else view.weight.to(view.grad.dtype))
+        part = _part(view)
         parts.setdefault(id(named[view.placed.name]), []).append(part)
         steps.append((part, replace(view)))
     for group in optimizer.param_groups:
         group["params"] = [part for p in group["params"] for part in parts.get(id(p), ())]
     return steps
+
+
+def _part(view: View) -> nn.Parameter:
+    same = view.weight.dtype == view.grad.dtype
+    return nn.Parameter(view.weight if same else view.weight.to(view.grad.dtype))
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
