@@ -33,7 +33,6 @@ REFUSED: dict[str, tuple[str, str]] = {
     "--fp8": _FP8,
     "--fp4": _FP4,
     "--fp16-lm-cross-entropy": ("the loss is always summed in float32 or wider", _OUT),
-    "--fp32-residual-connection": ("the residual stream has the dtype of the weights", "--dtype float32"),
     "--apply-query-key-layer-scaling": ("scores are never scaled by the layer number", _OUT),
     "--apply-residual-connection-post-layernorm": ("residuals are taken before the norm", _OUT),
     "--apply-layernorm-1p": ("norm gains are stored as they are", _OUT),

@@ -83,14 +83,14 @@ class PostNormBlock(PreNormBlock):
     """x + norm(attention(x)), then x + norm(mlp(x)): the norms stand after what the others have them before."""
 
     def _attend(self, x_BSD: Tensor, ctx: Context) -> Tensor:
-        return self.attention_norm(self.attention(x_BSD, ctx))
+        return self.attention_norm(self.attention(_narrow(x_BSD, self.attention_norm), ctx))
 
     def _mlp(self, x_BSD: Tensor, *context: Context) -> Tensor:
         again = self.recompute_mlp or self.mlp_chunks > 1
         return self._mlp_again(x_BSD, *context) if again else self._mlp_of(x_BSD, *context)
 
     def _mlp_of(self, x_BSD: Tensor, *context: Context) -> Tensor:
-        return self.mlp_norm(self.mlp(x_BSD, *context))
+        return self.mlp_norm(self.mlp(_narrow(x_BSD, self.mlp_norm), *context))
 
 
 class SandwichBlock(PreNormBlock):
@@ -125,3 +125,8 @@ class ExpertBlock(PreNormBlock):
         if self.recompute_mlp:
             return x + self.mlp_dropout(self._mlp(x, ctx), ids)
         return x + self.mlp_dropout(self.mlp(x, ctx, self.mlp_norm), ids)
+
+
+def _narrow(x_BSD: Tensor, norm: nn.Module) -> Tensor:
+    """x_BSD in the type of the weights; the residual stream may be wider."""
+    return x_BSD.to(norm.weight.dtype)  # type: ignore[arg-type]

@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Protocol
 
+import torch
 import torch.nn as nn
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -89,6 +90,7 @@ class Decoder(nn.Module):
         self.sequence_weight = 0.0  # with which a term counted over sequences enters the loss
         self.around: Around | None = None
 
+        self.widths: tuple[torch.dtype, torch.dtype] | None = None  # of a wider residual stream, and of everything else
     def add_ends(self, ends: Mapping[str, nn.Module]) -> None:
         """Further modules before or after the blocks."""
         self.ends |= frozenset(ends)
@@ -108,7 +110,7 @@ class Decoder(nn.Module):
     def hidden(self, batch: Batch, boundary: Boundary, terms: Terms | None = None) -> Tensor:
         """x_BSD after this stage's blocks; their terms of the loss go to `terms`."""
         x = boundary["hidden"] if not self.is_first else self.start(batch)
-        ctx = self._context(batch, x.dtype)
+        ctx = self._context(batch, x.dtype if self.widths is None else self.widths[1])
         ctx.terms, ctx.sequence_weight = terms, self.sequence_weight
         x = self._through_blocks(x, ctx)
         ctx.terms = None if terms is None else _Unasked()
@@ -149,6 +151,7 @@ class Decoder(nn.Module):
         x = self._through("embed", batch.tokens, self.embed)
         if "positions" in self.ends:
             x = x + self._through("positions", batch.positions, self.positions)
+        x = x if self.widths is None else x.to(self.widths[0])
         return self.dropout(x, batch.sample_ids)
 
     def forward(self, batch: Batch, boundary: Boundary, weight: float) -> tuple[Boundary, Terms]:

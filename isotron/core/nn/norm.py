@@ -1,4 +1,4 @@
-"""RMSNorm and LayerNorm over the last dimension D, statistics in float32 or wider.
+"""RMSNorm and LayerNorm over the last dimension D, statistics in float32 or wider, results in the type of the gain.
 
 One autograd operation each: it keeps the input and one or two numbers per token. Gains are sent to their `GradSink`
 when they have one. Sources: Zhang & Sennrich 2019 (RMSNorm), Ba et al. 2016 (LayerNorm).
@@ -87,9 +87,9 @@ class _SplitRMSNorm(torch.autograd.Function):
 
 
 def _scaled(x: Tensor, inverse: Tensor, gain: Tensor, offset: float) -> Tensor:
-    if not offset:
+    if not offset and x.dtype == gain.dtype:
         return torch.mul(x, inverse, out=torch.empty_like(x)).mul_(gain)
-    return (x * inverse).mul_(gain.to(inverse.dtype) + offset).to(x.dtype)
+    return (x * inverse).mul_(gain.to(inverse.dtype) + offset).to(gain.dtype)
 
 
 class RMSNorm(nn.Module):
@@ -111,17 +111,19 @@ class RMSNorm(nn.Module):
 class _LayerNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, gain: Tensor, bias: Tensor, eps: float) -> Tensor:
-        y, mean, inverse = torch.native_layer_norm(x, (x.shape[-1],), gain, bias, eps)
+        wide = gain.to(x.dtype), bias.to(x.dtype)
+        y, mean, inverse = torch.native_layer_norm(x, (x.shape[-1],), *wide, eps)
         ctx.sinks = sink_of(gain), sink_of(bias)
         ctx.save_for_backward(x, gain, bias, mean, inverse)
-        return y
+        return y.to(gain.dtype)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, gain, bias, mean, inverse = ctx.saved_tensors
         dx, dgain, dbias = torch.ops.aten.native_layer_norm_backward(
-            dy.contiguous(), x, (x.shape[-1],), mean, inverse, gain, bias, [True, True, True]
-        )
+            dy.to(x.dtype).contiguous(), x, (x.shape[-1],), mean, inverse, gain.to(x.dtype), bias.to(x.dtype),
+            [True, True, True],
+        )  # fmt: skip
         g, b = ctx.sinks
         return dx, _deliver(g, dgain, gain.dtype), _deliver(b, dbias, bias.dtype), None
 

@@ -152,6 +152,9 @@ class Layout:
     zero_shard_size: int = option(
         0, "data-parallel ranks that share one set of shards, copied over the rest (hybrid); 0 means all", unit="ranks"
     )
+    fp32_residual_connection: bool = option(
+        False, "with 16-bit weights, what blocks add to is kept, and sent between stages, in float32"
+    )
     grad_reduce_dtype: str = option(
         "auto",
         "type in which gradients travel between data-parallel ranks; auto is that of their sums, float32 or wider",

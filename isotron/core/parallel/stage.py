@@ -84,7 +84,8 @@ class Stage:
     def boundary_shapes(self, batch: Batch, behind: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Name -> (shape, dtype) of the tensors that stage `behind` hands on; the same behind every stage."""
         b, s = batch.shape
-        return {"hidden": ((b, s // self.sequence_split, self.hidden_size), self.dtype)}
+        dtype = self.dtype if self.module.widths is None else self.module.widths[0]
+        return {"hidden": ((b, s // self.sequence_split, self.hidden_size), dtype)}
 
 
 def build_stage(
@@ -129,6 +130,8 @@ def build_stage(
     fill_context(module, layout, mesh)
     fill_experts(module, layout, mesh)
     _set_policies(module, layout, seed, mesh.group("tp"))
+    wide = torch.promote_types(dtype, torch.float32)
+    module.widths = (wide, dtype) if layout.fp32_residual_connection and wide != dtype else None
     tie = _tie(placed, tied, first, last, layout, mesh)
     partials = Partial(
         partial_pieces(placed, partial_rule(layout.sequence_parallel)), lambda replicas: mesh.subgroup("tp", replicas)
