@@ -16,7 +16,7 @@ from isotron.core.checkpoint.locate import LATEST
 from isotron.core.errors import Refused, refuse
 from isotron.evaluate.tasks import problems_of
 from isotron.launch import World, from_environment, run_local, started_again
-from isotron.planner.advice import warnings
+from isotron.planner.advice import contradictions, warnings
 from isotron.planner.fit import available_memory, memory_problem, out_of_memory
 from isotron.planner.job import Job
 
@@ -99,9 +99,9 @@ def check_memory(config: RunConfig, world: World | None) -> None:
 
 
 def advice(config: RunConfig, devices: int, world: World | None) -> list[str]:
-    """What deserves a warning about the layout on this many accelerators per machine; nothing on CPUs."""
+    """What deserves a warning about the layout on this many accelerators per machine; on CPUs what makes no sense."""
     if not devices or config.layout.world == 1:
-        return []
+        return contradictions(Job.of(config))
     node = devices if world is None else max(devices, world.local_size)
     return warnings(Job.of(config), node)
 

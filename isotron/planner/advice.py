@@ -11,7 +11,7 @@ SHORT_PART = 4096  # tokens of a context-parallel rank below which its keys' way
 
 def warnings(job: Job, node: int, bubble: float | None = None) -> list[str]:
     """Sentences about a job on nodes of `node` devices; `bubble` as a fraction of the step, where it is known."""
-    layout, m = job.layout, job.microbatches
+    layout = job.layout
     bubble = expected_bubble(job) if bubble is None else bubble
     found = [*_sharing(job, node)]
     if layout.tp > node:
@@ -21,17 +21,11 @@ def warnings(job: Job, node: int, bubble: float | None = None) -> list[str]:
         )
     elif node % layout.tp:
         found.append(f"--tp {layout.tp} does not divide the node of {node} devices, so some groups span two nodes")
-    if layout.pp > 1 and m < layout.stages:
-        found.append(
-            f"{m} microbatches for {layout.stages} pipeline stages: some stages are always idle; a larger "
-            f"--global-batch-size, a smaller --micro-batch-size or fewer --dp ranks give more"
-        )
+    found += contradictions(job)
     if bubble is not None and bubble > BUBBLE:
         found.append(
             f"the pipeline is idle for {bubble:.0%} of the step; more microbatches, --vpp or --schedule zbv shorten it"
         )
-    if layout.zero == 1 and job.data_ranks == 1:
-        found.append("--zero 1 with --dp 1 shards nothing: there is one owner of the optimizer's state")
     if layout.zero == 0 and job.dp > 1:
         found.append(f"--zero 0 with --dp {job.dp}: every rank keeps all masters and moments; --zero 1 shards them")
     if layout.tp > 1 and not layout.sequence_parallel:
@@ -44,6 +38,25 @@ def warnings(job: Job, node: int, bubble: float | None = None) -> list[str]:
         found.append(f"{job.tokens} tokens per microbatch: matrix products this small do not fill a device")
     if layout.stages > 1 and job.config.num_layers % layout.stages:
         found.append(f"{job.config.num_layers} layers over {layout.stages} stages: the fuller stages set the pace")
+    return found
+
+
+def contradictions(job: Job) -> list[str]:
+    """What makes no sense on any device: ranks that can never be busy, shards of one part."""
+    layout, m, found = job.layout, job.microbatches, []
+    if layout.pp > 1 and m < layout.stages:
+        found.append(
+            f"{m} microbatches for {layout.stages} pipeline stages: some stages are always idle; a larger "
+            f"--global-batch-size, a smaller --micro-batch-size or fewer --dp ranks give more"
+        )
+    if layout.zero >= 1 and job.data_ranks == 1:
+        owner = "there is one owner of the optimizer's state"
+        found.append(f"--zero {layout.zero} with --dp 1 shards nothing: {owner}; leave --zero out")
+    if layout.stages > job.config.num_layers:
+        found.append(
+            f"{layout.stages} pipeline stages for {job.config.num_layers} layers: some stages hold no layer; "
+            f"a smaller --pp or --vpp"
+        )
     return found
 
 

@@ -150,10 +150,16 @@ def test_a_long_bubble_is_warned_about() -> None:
     assert any("idle for 25%" in w for w in warnings(llama(Layout(2, 2, 2, 1, True, 1)), 8, 0.25))
 
 
-def test_train_warns_where_there_are_accelerators() -> None:
+def test_train_warns_where_there_are_accelerators_and_of_nonsense_everywhere() -> None:
     config = changed(RunConfig(), tp=16, dp=2, sequence_parallel=True, global_batch_size=64, zero=1)
     assert any("leave the node of 8" in w for w in advice(config, 8, None))
-    assert advice(config, 0, None) == [] and advice(changed(config, tp=1, dp=1), 8, None) == []
+    assert advice(config, 0, None) == [] and advice(changed(config, tp=1, dp=1, zero=0), 8, None) == []
+    for leaves, said in (
+        ({"tp": 1, "dp": 1}, "--zero 1 with --dp 1 shards nothing"),
+        ({"tp": 1, "dp": 1, "zero": 0, "pp": 8, "global_batch_size": 4}, "4 microbatches for 8 pipeline stages"),
+        ({"tp": 1, "dp": 1, "zero": 0, "pp": 16}, "16 pipeline stages for 12 layers"),
+    ):
+        assert [said in w for w in advice(changed(config, **leaves), 0, None)] == [True]
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------
