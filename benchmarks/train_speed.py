@@ -3,13 +3,15 @@
     python benchmarks/train_speed.py [--dtype float32|bfloat16] [--rounds 3] [--json]
 
 Model: hidden 512, 8 layers, 8 heads, 4 key/value heads, FFN 1408, vocabulary 32000, sequence 512, microbatch 4; AdamW.
-Times are medians of interleaved steps; peak memory is that of a process of its own for each contender.
+Each contender has a process of its own, as its users start it: `isotron train` sets the C library's heap, a plain loop
+does not; `transformers-heap` is the plain loop with that heap too. They take turns, a step each; times are medians.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -19,6 +21,7 @@ from pathlib import Path
 
 import torch
 
+from isotron import heap
 from isotron.core.batch import Batch
 from isotron.core.mesh import Mesh
 from isotron.core.models.llama_config import LlamaConfig
@@ -112,11 +115,37 @@ def peak_gib() -> float:
     return int(next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM"))) / 2**20
 
 
-def peak_alone(name: str, args: argparse.Namespace) -> float:
-    """GiB of a process that runs one contender only, the interpreter and torch included."""
-    words = ["--only", name, "--rounds", "1", "--dtype", args.dtype, "--threads", str(args.threads), "--json"]
-    done = subprocess.run([sys.executable, __file__, *words], check=True, capture_output=True, text=True)
-    return float(json.loads(done.stdout.splitlines()[-1])["peak_gib"])
+class Contender:
+    """A process that takes a step when told, and says what it took."""
+
+    def __init__(self, name: str, args: argparse.Namespace) -> None:
+        words = ["--contender", name.removesuffix("-heap"), "--dtype", args.dtype, "--threads", str(args.threads)]
+        env = {name: value for name, value in os.environ.items() if name != heap.VARIABLE}
+        env |= {} if name == "transformers" else heap.settings(env)
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen([sys.executable, __file__, *words], stdin=pipe, stdout=pipe, text=True, env=env)
+        self.seconds: list[float] = []
+        self.cpu: list[float] = []
+        self.peak = 0.0
+
+    def step(self, i: int) -> None:
+        """Step i."""
+        if self.process.stdin is None or self.process.stdout is None:
+            raise RuntimeError("the contender has no pipes")
+        print(i, file=self.process.stdin, flush=True)
+        seconds, cpu, self.peak = json.loads(self.process.stdout.readline())
+        self.seconds.append(seconds)
+        self.cpu.append(cpu)
+
+
+def contend(name: str, dtype: torch.dtype) -> None:
+    """A contender's process: a step for each line of stdin."""
+    step = {"isotron": ours, "transformers": theirs, "matmul": lambda dtype: lambda i: matmul_rate(dtype)}[name](dtype)
+    for line in sys.stdin:
+        cpu, start = time.process_time(), time.perf_counter()
+        found = step(int(line))
+        seconds = found if name == "matmul" else time.perf_counter() - start
+        print(json.dumps([seconds, time.process_time() - cpu, peak_gib()]), flush=True)
 
 
 def main() -> None:
@@ -126,33 +155,24 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--only", default="")
+    parser.add_argument("--contender", default="", help=argparse.SUPPRESS)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    dtype = getattr(torch, args.dtype)
-    makers = {"isotron": ours, "transformers": theirs}
-    contenders = {n: make(dtype) for n, make in makers.items() if args.only in ("", n)}
-    times: dict[str, list[float]] = {name: [] for name in contenders}
-    cpu: dict[str, list[float]] = {name: [] for name in contenders}
-    rates = []
-    for step in contenders.values():
-        step(0)
-    for i in range(1, args.rounds + 1):
-        rates.append(matmul_rate(dtype))
-        for name, step in contenders.items():
-            before = time.process_time()
-            times[name].append(_time(lambda step=step, i=i: step(i)))
-            cpu[name].append(time.process_time() - before)
-    rate = statistics.median(rates)
+    if args.contender:
+        contend(args.contender, getattr(torch, args.dtype))
+        return
+    names = ("matmul", "isotron", "transformers", "transformers-heap")
+    contenders = {name: Contender(name, args) for name in names}
+    for i in range(args.rounds + 2):
+        for contender in contenders.values():
+            contender.step(i)
+    rate = statistics.median(contenders.pop("matmul").seconds[2:])
     limit = ROWS * SEQUENCE * rate / step_flops()
-    peaks = {args.only: peak_gib()} if args.only else {name: peak_alone(name, args) for name in makers}
     result: dict[str, object] = {"dtype": args.dtype, "matmul_gflops": rate / 1e9, "matmul_limit_tokens_per_s": limit}
-    for name in contenders:
-        speed = ROWS * SEQUENCE / statistics.median(times[name])
-        measured = {"tokens_per_s": speed, "of_matmul_rate": speed / limit, "cpu_s": statistics.median(cpu[name])}
-        result[name] = {**measured, "peak_gib": peaks[name]}
-    if args.only:
-        result["peak_gib"] = peaks[args.only]
+    for name, c in contenders.items():
+        speed = ROWS * SEQUENCE / statistics.median(c.seconds[2:])  # the first two warm up
+        measured = {"tokens_per_s": speed, "of_matmul_rate": speed / limit, "cpu_s": statistics.median(c.cpu[2:])}
+        result[name] = {**measured, "peak_gib": c.peak}
     print(json.dumps(result, indent=None if args.json else 2))
 
 

@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from isotron import __version__
+from isotron import __version__, heap
 from isotron.config.argv import clean_words
 from isotron.config.tables import nearest
 from isotron.core.errors import Refused, refuse, refuse_file
@@ -21,6 +21,9 @@ from isotron.core.errors import Refused, refuse, refuse_file
 # Ranks of a launcher find the same problems; the first one says them, and its exit makes the launcher end the others.
 # A rank that is still there after this time has a problem of its own.
 SECONDS_FOR_FIRST_RANK = 10.0
+
+
+RUN_MODELS = frozenset({"train", "finetune", "generate", "serve", "evaluate", "score"})
 
 
 @dataclass(frozen=True)
@@ -135,6 +138,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code."""
     _open_standard_streams()
     words = clean_words(sys.argv[1:] if argv is None else argv)
+    if argv is None and words and words[0] in RUN_MODELS and not {"-h", "--help"} & set(words):
+        heap.start_again()
     try:
         return _dispatch(words)
     except Refused as refused:

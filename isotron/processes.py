@@ -22,6 +22,7 @@ from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+from isotron import heap
 from isotron.core.errors import refuse
 
 PRELOAD = ["torch", "torch.distributed", "isotron.processes"]
@@ -44,7 +45,7 @@ def start(target: Callable[..., None], args: Sequence[Any], name: str) -> BasePr
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     process = context.Process(target=target, args=tuple(args), name=name)
-    with _main_hidden(), _passive_waits():
+    with _main_hidden(), _born_well():
         process.start()
     return process
 
@@ -185,13 +186,15 @@ def _main_hidden() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _passive_waits() -> Iterator[None]:
-    """OpenMP reads this when torch is loaded, so the fork server must be born with it; spinning threads cost 10x."""
-    if "OMP_WAIT_POLICY" in os.environ:
-        yield
-        return
-    os.environ["OMP_WAIT_POLICY"] = "passive"
+def _born_well() -> Iterator[None]:
+    """What a process reads at its very start, so that the fork server must be born with it: spinning OpenMP threads
+    cost 10x where processes share cores, and the heap is set for tensors.
+    """
+    wanted = {"OMP_WAIT_POLICY": "passive", **heap.settings(os.environ)}
+    added = {name: value for name, value in wanted.items() if name not in os.environ}
+    os.environ.update(added)
     try:
         yield
     finally:
-        del os.environ["OMP_WAIT_POLICY"]
+        for name in added:
+            del os.environ[name]

@@ -128,7 +128,7 @@ def test_one_rank_fails_while_others_wait(ranks):
     with pytest.raises(RanksFailed) as caught:
         ranks(2, fail_while_others_wait)
     assert "a number that is wrong" in caught.value.failures[1]
-    assert time.monotonic() - start < 15
+    assert time.monotonic() - start < 60  # not the minutes that a collective may wait
     assert ranks(2, total) == [3.0, 3.0]
 
 

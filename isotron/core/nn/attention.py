@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from isotron.core.errors import Refused, refuse
 from isotron.core.nn.context import Context
 from isotron.core.nn.dropout import Dropout
-from isotron.core.nn.kernels import Explicit, Kernel, default_scale, flash_for, tiled
+from isotron.core.nn.kernels import Explicit, HostFlash, Kernel, default_scale, flash_for, tiled
 from isotron.core.nn.linear import Linear
 from isotron.core.nn.rope import rotate
 from isotron.core.nn.tiles import Tile, tiles
@@ -69,6 +69,7 @@ class Causal(nn.Module):
         """Attention over whole rows in order; `cuts` are the documents of each row."""
         kernel, s = self.kernel(q, sample_ids_B), q.shape[2]
         special = sinks_H is not None or q.shape[-1] != v.shape[-1] or self.softcap
+        special = special or (isinstance(kernel, HostFlash) and self.backend != "fused")
         if cuts is not None or 0 < self.window < s or special:
             return tiled(q, k, v, self.plan(whole(s), whole(s), cuts, len(q), kernel), kernel, sinks_H)
         if not isinstance(kernel, Explicit):

@@ -23,6 +23,7 @@ from isotron.core.nn.dropout import Dropout
 from isotron.core.nn.tiles import Kind, Tile
 
 aten = torch.ops.aten
+HOST_SQUARE = 256  # queries of a causal square whose gradients one call of the host's kernel computes
 EXPLICIT_QUERIES = 1024  # queries of an explicit tile: its scores exist in memory
 
 
@@ -95,14 +96,34 @@ class HostFlash:
     def backward(
         self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, tile: Tile
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The tile's part of dq, dk, dv."""
-        causal = tile.kind is Kind.CAUSAL
+        """The tile's part of dq, dk, dv, by way of float32 where the type is narrower: as fast, and not rounded."""
         mask = _bias(tile, q.dtype, q.device) if tile.kind is Kind.BAND else None
-        n = q.shape[-1]
-        dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            _padded(do, n), q, k, _padded(v, n), _padded(o, n), lse, 0.0, causal, attn_mask=mask, scale=self.scale
-        )
+        wide, n = torch.promote_types(q.dtype, torch.float32), q.shape[-1]
+        do, q_wide, k, v_wide, o = (_padded(x.to(wide), n) for x in (do, q, k, v, o))
+        mask = None if mask is None else mask.to(wide)
+        found = self._gradients((do, q_wide, k, v_wide, o, lse), tile.kind is Kind.CAUSAL, mask)
+        dq, dk, dv = (x.to(q.dtype) for x in found)
         return dq, dk, dv[..., : v.shape[-1]]
+
+    def _gradients(self, tensors: tuple[Tensor, ...], causal: bool, mask: Tensor | None) -> tuple[Tensor, ...]:
+        """dq, dk, dv of do, q, k, v, o, lse. torch's kernel computes all of a causal square, so a large one is halved:
+        the two squares on the diagonal and the rectangle below.
+        """
+        do, q, k, v, o, lse = tensors
+        if not causal or q.shape[2] <= HOST_SQUARE:
+            found: tuple[Tensor, ...] = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                do, q, k, v, o, lse, 0.0, causal, attn_mask=mask, scale=self.scale
+            )
+            return found
+        half = q.shape[2] // 2
+        early = self._gradients(tuple(x[:, :, :half] for x in tensors), True, None)
+        do, q, o, lse = (x[:, :, half:] for x in (do, q, o, lse))
+        below = self._gradients((do, q, k[:, :, :half], v[:, :, :half], o, lse), False, None)
+        late = self._gradients((do, q, k[:, :, half:], v[:, :, half:], o, lse), True, None)
+        late[0].add_(below[0])
+        early[1].add_(below[1])
+        early[2].add_(below[2])
+        return tuple(torch.cat(pair, 2) for pair in zip(early, late, strict=True))
 
 
 @dataclass(frozen=True)
@@ -312,10 +333,13 @@ class _Tiled(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, plan: Sequence[Tile], kernel: Kernel
     ) -> Tensor:
-        o, lse = empty_result(q, v, sinks is not None or not all(tile.first for tile in plan))
-        add_tiles(kernel, q, k, v, plan, o, lse)
-        lse = add_sinks(o, lse, sinks)
-        o = o.to(q.dtype)
+        if sinks is None and _is_all(plan, q, k):
+            o, lse = kernel.forward(q, k, v, plan[0])
+        else:
+            o, lse = empty_result(q, v, sinks is not None or not all(tile.first for tile in plan))
+            add_tiles(kernel, q, k, v, plan, o, lse)
+            lse = add_sinks(o, lse, sinks)
+            o = o.to(q.dtype)
         ctx.plan, ctx.kernel = plan, kernel
         ctx.save_for_backward(q, k, v, sinks, o, lse)
         return o
@@ -323,9 +347,19 @@ class _Tiled(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, o, lse = ctx.saved_tensors
-        sums = zeros_like_wide(q, k, v)
-        add_gradients(ctx.kernel, do, (q, k, v), (o, lse), ctx.plan, sums)  # type: ignore[arg-type]
-        return *(s.to(q.dtype) for s in sums), sinks_gradient(do, o, lse, sinks), None, None
+        if _is_all(ctx.plan, q, k):
+            found = ctx.kernel.backward(do, q, k, v, o, lse, ctx.plan[0])
+        else:
+            sums = zeros_like_wide(q, k, v)
+            add_gradients(ctx.kernel, do, (q, k, v), (o, lse), ctx.plan, sums)  # type: ignore[arg-type]
+            found = tuple(s.to(q.dtype) for s in sums)
+        return *found, sinks_gradient(do, o, lse, sinks), None, None
+
+
+def _is_all(plan: Sequence[Tile], q: Tensor, k: Tensor) -> bool:
+    """Whether a plan is one tile, of all rows, queries and keys."""
+    whole = (0, len(q)), (0, q.shape[2]), (0, k.shape[2])
+    return len(plan) == 1 and (plan[0].rows, plan[0].q, plan[0].k) == whole
 
 
 def tiled(

@@ -12,10 +12,12 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from isotron.core.nn.linear import GradSink
+from isotron.core.nn import blocks
+from isotron.core.nn.linear import GradSink, add_narrow
 
 CHUNK_BYTES = 64 << 20  # logits at hand: wide enough for good matrix products
 BLOCK_BYTES = 4 << 20  # logits in float32 at a time: small enough for the cache
+HOST_ROWS = 256  # rows of a 16-bit product with the whole vocabulary at a time: oneDNN does 1024 at half the rate
 
 
 class Vocab(Protocol):
@@ -43,8 +45,8 @@ class Chunks:
     """What one call of the loss works on, chunk by chunk.
 
     `w_VD` the rows of vocabulary without padding, `labels_N` and `mask_N` of the tokens, `scale` what the gradients are
-    multiplied with, `rows` the tokens of a chunk. `inside`: scale before rounding, since float16 has no room for small
-    probabilities times a small weight.
+    multiplied with, `rows` the tokens of a chunk. Mask and scale enter before the gradient of the logits is rounded:
+    float16 has no room for small probabilities, and what follows needs no passes of its own.
     """
 
     w_VD: Tensor
@@ -57,7 +59,6 @@ class Chunks:
 
     def __post_init__(self) -> None:
         self.wide = torch.promote_types(self.w_VD.dtype, torch.float32)
-        self.inside = self.w_VD.dtype == torch.float16
 
     def __iter__(self) -> Iterator[slice]:
         return (slice(start, start + self.rows) for start in range(0, len(self.labels_N), self.rows))
@@ -67,36 +68,33 @@ class Chunks:
         return self.w_VD.new_empty(min(self.rows, len(self.labels_N)), len(self.w_VD))
 
     def row(self, part: slice) -> Tensor:
-        """The mask of a chunk, [C, 1]."""
-        return self.mask_N[part].to(self.wide)[:, None]
+        """What the gradients of a chunk's tokens are multiplied with, [C, 1]."""
+        return self.mask_N[part].to(self.wide)[:, None] * self.scale
 
     def gradient(self, part: slice, x_CD: Tensor, out: Tensor, sums: Sums | None = None) -> tuple[Tensor, Tensor, Sums]:
         """(gradient of the logits [C, V] in `out`, losses [C], sums); with `sums` of a call before nobody is asked."""
-        logits = torch.mm(x_CD, self.w_VD.t(), out=out[: len(x_CD)])
+        logits = _product(x_CD, self.w_VD.t(), out[: len(x_CD)])
         slope = _cap(logits, self.softcap) if self.softcap else None
-        row = self.row(part) * self.scale if self.inside else None
-        losses, sums = loss_gradient(logits, self.labels_N[part], row, self.vocab, sums)
+        losses, sums = loss_gradient(logits, self.labels_N[part], self.row(part), self.vocab, sums)
         if slope is not None:
             logits.mul_(slope)
         return logits, losses, sums
 
-    def input_gradient(self, part: slice, logits_CV: Tensor, out_CD: Tensor) -> None:
-        """The gradient of the chunk's x."""
-        torch.mm(logits_CV, self.w_VD, out=out_CD)
-        if not self.inside:
-            out_CD.mul_(self.row(part) * self.scale)
-
-    def weight_gradient(self, part: slice, logits_CV: Tensor, x_CD: Tensor, total: Accumulator) -> None:
-        """Adds the chunk's part of the gradient of w."""
-        if self.inside:
-            total.add(logits_CV, x_CD, 1.0)
-        else:
-            total.add(logits_CV, x_CD * self.row(part).to(x_CD.dtype), self.scale)
+    def input_gradient(self, logits_CV: Tensor, out_CD: Tensor) -> None:
+        """The gradient of the chunk's x, from that of its logits."""
+        _product(logits_CV, self.w_VD, out_CD)
 
 
-def _local_softmax(logits: Tensor, row: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Softmax of logits_CV in place, times `row` [C, 1] if given; the highest logit and the sum of exp(l - highest)
-    [C].
+def _product(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
+    """a @ b into `out`."""
+    step = HOST_ROWS if a.device.type == "cpu" and a.dtype == torch.bfloat16 else max(len(a), 1)
+    for start in blocks.starts(len(a), step):
+        torch.mm(a[start : start + step], b, out=out[start : start + step])
+    return out
+
+
+def _local_softmax(logits: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
+    """Softmax of logits_CV in place, times `row` [C, 1]; the highest logit and the sum of exp(l - highest), both [C].
 
     In float32 or wider; 16-bit logits pass through a small wide block.
     """
@@ -104,21 +102,20 @@ def _local_softmax(logits: Tensor, row: Tensor | None) -> tuple[Tensor, Tensor]:
     top, total = torch.empty(2, len(logits), dtype=wide, device=logits.device)
     step = max(1, BLOCK_BYTES // (4 * logits.shape[1]))
     scratch = torch.empty(0 if logits.dtype == wide else step, logits.shape[1], dtype=wide, device=logits.device)
-    for start in range(0, len(logits), step):
+    for start in blocks.starts(len(logits), step):
         part = slice(start, start + step)
         block = logits[part] if logits.dtype == wide else scratch[: len(logits[part])].copy_(logits[part])
         top[part] = block.amax(1)
         torch.softmax(block, 1, out=block)
         total[part] = 1 / block.amax(1)  # the largest probability is exp(0) / total
-        if row is not None:
-            block.mul_(row[part])
+        block.mul_(row[part])
         if block.dtype != logits.dtype:
             logits[part] = block
     return top, total
 
 
 def loss_gradient(
-    logits: Tensor, labels: Tensor, row: Tensor | None, vocab: Vocab | None, sums: Sums | None = None
+    logits: Tensor, labels: Tensor, row: Tensor, vocab: Vocab | None, sums: Sums | None = None
 ) -> tuple[Tensor, Sums]:
     """Per-token losses [C] and their sums; logits_CV become (softmax - one at the label) x row, in place.
 
@@ -140,8 +137,7 @@ def loss_gradient(
     if sums.share is not None:
         logits.mul_(sums.share[:, None])
     if width:
-        at_label = torch.expm1(target - sums.lse)  # exact where the probability is near one
-        at_label = at_label if row is None else at_label * row[:, 0]
+        at_label = torch.expm1(target - sums.lse) * row[:, 0]  # exact where the probability is near one
         place = torch.arange(len(at), device=at.device), at[:, 0]
         logits[place] = torch.where(inside, at_label.to(logits.dtype), logits[place])
     return sums.lse - target, sums
@@ -166,8 +162,8 @@ def _cap(logits: Tensor, softcap: float) -> Tensor:
 
 
 class Accumulator:
-    """Adds scale x p_CV^T x_CD over the chunks into a sink, or into a tensor like `w` of its own; further rows of
-    either are padding.
+    """Adds p_CV^T x_CD over the chunks into a sink, or into a tensor like `w` of its own; further rows of either are
+    padding.
     """
 
     def __init__(self, w: Tensor, sink: GradSink | None) -> None:
@@ -176,15 +172,15 @@ class Accumulator:
         else:
             self.buffer, self.empty, sink.fresh = sink.buffer, sink.fresh, False
 
-    def add(self, p: Tensor, x: Tensor, scale: float) -> None:
+    def add(self, p: Tensor, x: Tensor) -> None:
         """One chunk."""
         rows = self.buffer[: p.shape[1]]
         if self.empty:
             self.buffer[p.shape[1] :].zero_()
         if rows.dtype == p.dtype:
-            torch.addmm(rows, p.t(), x, beta=0 if self.empty else 1, alpha=scale, out=rows)
+            torch.addmm(rows, p.t(), x, beta=0 if self.empty else 1, out=rows)
         elif self.empty:
-            torch.mul(p.t() @ x, scale, out=rows)
+            rows.copy_(p.t() @ x)
         else:
-            rows.add_(p.t() @ x, alpha=scale)
+            add_narrow(rows, p.t() @ x)
         self.empty = False

@@ -54,7 +54,7 @@ class _Waiting:
             for part, logits, sums in self.parts:
                 if logits is None:
                     logits = self.chunks.gradient(part, flat[part], buffer, sums)[0]
-                self.chunks.weight_gradient(part, logits, flat[part], total)
+                total.add(logits, flat[part])
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -78,11 +78,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
             m = chunks.mask_N[part]
             total += torch.where(m != 0, losses * m, 0).sum()
             if dx is not None:
-                chunks.input_gradient(part, logits, dx[part])
+                chunks.input_gradient(logits, dx[part])
             if waiting is not None and waiting.add(part, logits, sums):
                 buffer = None
             elif dw is not None:
-                chunks.weight_gradient(part, logits, flat[part], dw)
+                dw.add(logits, flat[part])
         ctx.enter, ctx.scale, ctx.sink, ctx.waiting = head.enter, scale, sink if need_w else None, waiting
         formed = None if dw is None or ctx.sink is not None else dw.buffer
         ctx.save_for_backward(None if dx is None else dx.view_as(full), formed)
