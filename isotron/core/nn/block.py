@@ -6,7 +6,10 @@ Legend: B batch, S sequence, D hidden. Families choose the norm, the attention a
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -16,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from isotron.core.nn.attention import Attention
 from isotron.core.nn.context import Context
 from isotron.core.nn.dropout import Dropout
+from isotron.core.nn.mlp import MLP, GatedMLP
 
 
 class PreNormBlock(nn.Module):
@@ -39,6 +43,20 @@ class PreNormBlock(nn.Module):
         self.mlp.recompute = "moe_act" in modules  # type: ignore[assignment]
         self.attention.core.recompute = "core_attn" in modules
 
+    @contextmanager
+    def unasked(self, shape: torch.Size) -> Iterator[None]:
+        """Around a second forward, which ends where nothing more is kept: what the MLP's last layer gives, of `shape`,
+        is read by nothing, and the layer computes and communicates nothing.
+        """
+        last = self.mlp.down if isinstance(self.mlp, (MLP, GatedMLP)) else None
+        if last is not None:
+            last.unasked = shape
+        try:
+            yield
+        finally:
+            if last is not None:
+                last.unasked = None
+
     def _mlp(self, x_BSD: Tensor, *context: Context) -> Tensor:
         """The MLP with its norm; `context` for one that sees the batch."""
         if self.recompute_mlp or self.mlp_chunks > 1:
@@ -48,9 +66,10 @@ class PreNormBlock(nn.Module):
     def _mlp_again(self, x_BSD: Tensor, *context: Context) -> Tensor:
         """Only the input is kept; chunk by chunk, so that what stands between is there for one chunk at a time."""
         parts = [
-            checkpoint(self._mlp_of, x, *context, use_reentrant=False, preserve_rng_state=False)
+            checkpoint(self._mlp_of, x, *context, use_reentrant=False, preserve_rng_state=False,
+                       context_fn=partial(_twice, self, x))
             for x in x_BSD.chunk(self.mlp_chunks, 1)
-        ]
+        ]  # fmt: skip
         return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
     def _mlp_of(self, x_BSD: Tensor, *context: Context) -> Tensor:
@@ -69,6 +88,20 @@ class PreNormBlock(nn.Module):
         return self.attention(self.attention_norm(x_BSD), ctx)
 
 
+Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+
+
+def _twice(block: PreNormBlock, x: Tensor) -> Contexts:
+    """For `checkpoint`: contexts of the first and of the second forward of an MLP of x."""
+    return nullcontext(), block.unasked(x.shape)
+
+
+def again(block: nn.Module, x: Tensor) -> Contexts:
+    """The same of blocks of which this is the last; an MLP that is computed again on its own ends by itself."""
+    by_itself = isinstance(block, PreNormBlock) and (block.recompute_mlp or block.mlp_chunks > 1)
+    return _twice(block, x) if isinstance(block, PreNormBlock) and not by_itself else (nullcontext(), nullcontext())
+
+
 class ParallelBlock(PreNormBlock):
     """x + attention(norm(x)) + mlp(norm'(x)): both branches read the same residual stream."""
 
@@ -81,6 +114,11 @@ class ParallelBlock(PreNormBlock):
 
 class PostNormBlock(PreNormBlock):
     """x + norm(attention(x)), then x + norm(mlp(x)): the norms stand after what the others have them before."""
+
+    @contextmanager
+    def unasked(self, shape: torch.Size) -> Iterator[None]:
+        """The norm reads what the MLP gives."""
+        yield
 
     def _attend(self, x_BSD: Tensor, ctx: Context) -> Tensor:
         return self.attention_norm(self.attention(_narrow(x_BSD, self.attention_norm), ctx))
@@ -107,6 +145,11 @@ class SandwichBlock(PreNormBlock):
     ) -> None:
         super().__init__(norms, attention, mlp, dropout, name)
         self.attention_post_norm, self.mlp_post_norm = after
+
+    @contextmanager
+    def unasked(self, shape: torch.Size) -> Iterator[None]:
+        """The norm behind it reads what the MLP gives."""
+        yield
 
     def _attend(self, x_BSD: Tensor, ctx: Context) -> Tensor:
         return self.attention_post_norm(super()._attend(x_BSD, ctx))

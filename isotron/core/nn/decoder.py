@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from isotron.core.batch import Batch
+from isotron.core.nn.block import again
 from isotron.core.nn.context import Context
 from isotron.core.nn.loss import Head
 from isotron.core.nn.scores import label_scores
@@ -89,8 +90,8 @@ class Decoder(nn.Module):
         self.offloading: Offloading = _stay
         self.sequence_weight = 0.0  # with which a term counted over sequences enters the loss
         self.around: Around | None = None
-
         self.widths: tuple[torch.dtype, torch.dtype] | None = None  # of a wider residual stream, and of everything else
+
     def add_ends(self, ends: Mapping[str, nn.Module]) -> None:
         """Further modules before or after the blocks."""
         self.ends |= frozenset(ends)
@@ -125,7 +126,8 @@ class Decoder(nn.Module):
         for i in range(0, stop, size):
             unit = blocks[i : i + size]
             with self.keeping(), self.offloading(i, (b for _, b in unit), ctx):
-                x = checkpoint(self._chain, x, unit, ctx, use_reentrant=False, preserve_rng_state=False)
+                x = checkpoint(self._chain, x, unit, ctx, use_reentrant=False, preserve_rng_state=False,
+                               context_fn=partial(again, unit[-1][1], x))  # fmt: skip
         return self._keep_all(x, blocks[stop:], stop, ctx)
 
     def _keep_all(self, x: Tensor, blocks: list[tuple[str, nn.Module]], first: int, ctx: Context) -> Tensor:
@@ -149,9 +151,9 @@ class Decoder(nn.Module):
     def start(self, batch: Batch) -> Tensor:
         """Embedded tokens, with learned positions and dropout where the family has them."""
         x = self._through("embed", batch.tokens, self.embed)
+        x = x if self.widths is None else x.to(self.widths[0])
         if "positions" in self.ends:
             x = x + self._through("positions", batch.positions, self.positions)
-        x = x if self.widths is None else x.to(self.widths[0])
         return self.dropout(x, batch.sample_ids)
 
     def forward(self, batch: Batch, boundary: Boundary, weight: float) -> tuple[Boundary, Terms]:

@@ -22,6 +22,9 @@ import torch.nn as nn
 from torch import Tensor
 
 from isotron.core.device import has_wide_products
+from isotron.core.nn import blocks
+
+ADD_ELEMENTS = 1 << 18  # of a gradient that is widened and added, at a time
 
 
 class Wait(Protocol):
@@ -78,7 +81,7 @@ class GradSink:
         if self.fresh:
             self.buffer.copy_(grad)
         else:
-            self.buffer.add_(grad)
+            add_narrow(self.buffer, grad)
         self.fresh = False
         self.written()
 
@@ -118,6 +121,20 @@ class GradSink:
             self.on_write(self)
 
 
+def add_narrow(total: Tensor, part: Tensor) -> None:
+    """total += part of the same shape. On a CPU a part of another type is widened block by block: `add_` alone makes a
+    wide copy of all of it, in memory that is not in the cache.
+    """
+    if total.dtype == part.dtype or total.device.type != "cpu" or total.numel() <= ADD_ELEMENTS:
+        total.add_(part)
+        return
+    sums, parts = total.view(-1), part.reshape(-1)
+    block = torch.empty(ADD_ELEMENTS, dtype=total.dtype)
+    for start in blocks.starts(len(sums), ADD_ELEMENTS):
+        piece = parts[start : start + ADD_ELEMENTS]
+        sums[start : start + ADD_ELEMENTS].add_(block[: len(piece)].copy_(piece))
+
+
 def sink_of(p: Tensor) -> GradSink | None:
     """The sink of a parameter, if it has one."""
     return getattr(p, "grad_sink", None)
@@ -125,10 +142,14 @@ def sink_of(p: Tensor) -> GradSink | None:
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, pre: Any, enter: Any, leave: Any) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, pre: Any, enter: Any, leave: Any, unasked: Any
+    ) -> Tensor:
         ctx.pre, ctx.enter, ctx.leave, ctx.sink = pre, enter, leave, sink_of(w)
         ctx.bias_sink = None if bias is None else sink_of(bias)
         ctx.save_for_backward(x, w)
+        if unasked is not None:
+            return x.new_empty(unasked)
         a = x if pre is None else pre(x)
         full = a if enter is None else enter.forward(a).wait()
         if leave is None:
@@ -160,7 +181,7 @@ class _Linear(torch.autograd.Function):
         if leaf is not None and dx is not None:
             torch.autograd.backward(a, dx)
             dx = leaf.grad
-        return dx, dw, db, None, None, None
+        return dx, dw, db, *(None,) * 4
 
 
 def _bias_grad(dy: Tensor, sink: GradSink | None) -> Tensor | None:
@@ -181,7 +202,10 @@ def _weight_grad(dy: Tensor, x: Tensor, sink: GradSink | None) -> Tensor | None:
 
 
 class Linear(nn.Module):
-    """y = x W^T + b with W_OI. Sockets `enter` and `leave` are empty on one process."""
+    """y = x W^T + b with W_OI. Sockets `enter` and `leave` are empty on one process.
+
+    `unasked`: in a second forward, the shape of a result that nothing reads; it is not computed.
+    """
 
     def __init__(self, inputs: int, outputs: int, bias: bool = False) -> None:
         super().__init__()
@@ -189,9 +213,10 @@ class Linear(nn.Module):
         self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
         self.enter: Socket | None = None
         self.leave: Socket | None = None
+        self.unasked: torch.Size | None = None
 
     def forward(self, x: Tensor, pre: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         """`pre` is applied to x first and computed again in the backward."""
         if pre is not None and not x.requires_grad:  # the backward would stop at x, before the parameters of pre
             x, pre = pre(x), None
-        return _Linear.apply(x, self.weight, self.bias, pre, self.enter, self.leave)
+        return _Linear.apply(x, self.weight, self.bias, pre, self.enter, self.leave, self.unasked)
