@@ -8,7 +8,7 @@ saved.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import product
 
 import torch
@@ -18,6 +18,8 @@ from isotron.core.layout import Box, Piece, whole
 
 TILE = 256
 _MASK = 0xFFFFFFFF
+_HIGHEST = (1 << 31) - 1
+_BLOCK = 1 << 16  # numbers hashed at a time on a CPU
 
 
 def key(seed: int, name: str, *numbers: int) -> int:
@@ -56,32 +58,63 @@ def normal(shape: tuple[int, ...], seed: int, name: str) -> Tensor:
     return out
 
 
-def _mix(h: Tensor) -> Tensor:
-    """One round of a 32-bit finaliser on non-negative int64 values, in place."""
-    h ^= h >> 16
-    h.mul_(0x7FEB352D).bitwise_and_(_MASK)
-    h ^= h >> 15
-    h.mul_(0x846CA68B - (1 << 32)).bitwise_and_(_MASK)
-    h ^= h >> 16
-    return h
-
-
-def _hash(salt: int, *coordinates: Tensor) -> Tensor:
-    """32-bit numbers over the broadcast shape of int64 `coordinates`; each depends on (salt, its coordinates) only."""
-    h = torch.full((), salt & _MASK, dtype=torch.int64, device=coordinates[0].device)
-    for c in coordinates:
-        h = _mix(((h + 0x9E3779B9) * 5 + c * 0x9E3779B1) & _MASK)
-    return h
-
-
 def keep_mask(p: float, salt: int, *coordinates: Tensor) -> Tensor:
     """Where dropout of probability `p` keeps: a bool mask over the broadcast shape of int64 `coordinates`.
 
     The mask at a place depends on (salt, its coordinates) only, on any device.
     """
-    return _hash(salt, *coordinates) >= int(p * (1 << 32))
+    least = int(p * (1 << 32)) - (1 << 31)  # among signed numbers
+    shape = torch.broadcast_shapes(*(c.shape for c in coordinates))
+    mask = torch.empty(shape, dtype=torch.bool, device=coordinates[0].device)
+    if least > _HIGHEST:
+        return mask.fill_(False)
+    for rows, h in _hashes(shape, salt, *coordinates):
+        torch.ge(h.bitwise_xor_(-1 << 31), least, out=mask.view(-1, shape[-1])[rows])
+    return mask
 
 
 def uniform(salt: int, *coordinates: Tensor) -> Tensor:
     """Numbers in [0, 1), float32, by the same rule."""
-    return (_hash(salt, *coordinates) >> 8).float() / (1 << 24)
+    shape = torch.broadcast_shapes(*(c.shape for c in coordinates))
+    numbers = torch.empty(shape, device=coordinates[0].device)
+    for rows, h in _hashes(shape, salt, *coordinates):
+        numbers.view(-1, shape[-1])[rows] = (h >> 8 & 0xFFFFFF).float() / (1 << 24)
+    return numbers
+
+
+def _hashes(shape: torch.Size, salt: int, *coordinates: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """32-bit numbers over the broadcast `shape` of int64 `coordinates`, as the bits of an int32; each depends on (salt,
+    its coordinates) only. In blocks of rows of the last dimension, which on a CPU stay in its cache.
+    """
+    *few, last = coordinates
+    h = torch.full((), salt & _MASK, dtype=torch.int64, device=last.device)
+    for c in few:
+        h = _mix(_low((h + 0x9E3779B9) * 5 + c * 0x9E3779B1)).long() & _MASK
+    a, b = (_rows(_low(x), shape) for x in ((h + 0x9E3779B9) * 5, last * 0x9E3779B1))
+    count = shape[:-1].numel()
+    step = max(1, _BLOCK // max(shape[-1], 1)) if last.device.type == "cpu" else count
+    for start in range(0, count, step):
+        rows = slice(start, start + step)
+        yield rows, _mix((a if len(a) == 1 else a[rows]) + (b if len(b) == 1 else b[rows]))
+
+
+def _rows(x: Tensor, shape: torch.Size) -> Tensor:
+    """x for every row of `shape`, or one row if they are all alike; one number per row if those are alike."""
+    x = x.reshape(1) if x.ndim == 0 else x
+    return x.reshape(1, -1) if x.numel() == x.shape[-1] else x.expand(*shape[:-1], x.shape[-1]).reshape(-1, x.shape[-1])
+
+
+def _low(x: Tensor) -> Tensor:
+    """The lower 32 bits of int64 numbers, as an int32."""
+    return (((x + (1 << 31)) & _MASK) - (1 << 31)).int()
+
+
+def _mix(h: Tensor) -> Tensor:
+    """One round of a 32-bit finaliser on the bits of an int32, in place; products wrap around."""
+    aside = h >> 16
+    h ^= aside.bitwise_and_(0xFFFF)
+    h *= 0x7FEB352D
+    h ^= torch.bitwise_right_shift(h, 15, out=aside).bitwise_and_(0x1FFFF)
+    h *= 0x846CA68B - (1 << 32)
+    h ^= torch.bitwise_right_shift(h, 16, out=aside).bitwise_and_(0xFFFF)
+    return h

@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from isotron import cli
 from isotron.config.schema import RunConfig, changed
 from isotron.core.errors import Refused
 from isotron.core.models.gpt_config import GPTConfig
 from isotron.core.models.llama_config import LlamaConfig
+from isotron.core.models.olmo2_config import Olmo2Config
 from isotron.core.parallel.host import HostActivations
 from isotron.core.parallel.plan import Layout
 from isotron.planner.activations import stage_bytes
@@ -151,3 +153,25 @@ def test_the_plan_chooses_too(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--activation-budget-gib 0.002: --recompute " in capsys.readouterr().out
     assert cli.main(["plan", "--preset", "llama-tiny", "--gpus", "2", "--activation-budget-gib", "1"]) == 2
     assert "a search chooses" in capsys.readouterr().err
+
+
+def flops_of(model: Any, **leaves: Any) -> int:
+    """Of a step of one microbatch, attention aside."""
+    built = build(with_layout(replace(PLAIN, model=model, steps=1, global_batch=2), **leaves))
+    with FlopCounterMode(display=False) as counter:
+        steps_of(built, with_layout(replace(PLAIN, model=model, steps=1, global_batch=2), **leaves))
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("unit", [1, 2])
+def test_a_second_forward_leaves_out_what_nothing_reads(unit: int) -> None:
+    """The last product of a recomputed unit's last MLP, a quarter of a block's work; a norm behind it would read it."""
+    d, f, kv, tokens = 32, 48, 16, 32
+    attention, inside, last = d * (d + 2 * kv) + d * d, 2 * d * f, f * d
+    extra = flops_of(MODEL, recompute="full", recompute_num_layers=unit) - flops_of(MODEL)
+    assert extra == 2 * tokens * (4 * (attention + inside + last) - 4 // unit * last)
+    alone = flops_of(MODEL, recompute="selective", recompute_modules=("mlp",)) - flops_of(MODEL)
+    assert alone == 2 * tokens * 4 * inside
+    after = Olmo2Config(4, 32, 4, 4, 0, 48, 131, 16)
+    whole = flops_of(after, recompute="full") - flops_of(after)
+    assert whole == 2 * tokens * 4 * (4 * d * d + inside + last)
