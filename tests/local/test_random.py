@@ -7,9 +7,10 @@ import math
 import pytest
 import torch
 
+from isotron.core import random
 from isotron.core.layout import Box, Piece, whole
 from isotron.core.nn.dropout import Dropout
-from isotron.core.random import TILE, keep_mask, key, normal, normal_pieces
+from isotron.core.random import TILE, keep_mask, key, normal, normal_pieces, uniform
 
 
 @pytest.mark.parametrize("shape", [(7,), (600,), (300, 520), (2, 300, 260), (2, 3, 4, 5)])
@@ -53,6 +54,29 @@ def test_keys_are_stable() -> None:
     assert key(1234, "layers.0.mlp.down.weight", 0, 3) == 980390208115460861
     assert 0 <= key(0, "") < 1 << 63
     assert keep_mask(0.5, 7, torch.arange(16)).int().tolist() == [1, 0, 0, 0, 0, 0, 0, 1, 1, 0, 0, 0, 0, 1, 0, 0]
+
+
+def plain_hash(salt: int, *at: int) -> int:
+    """The rule in whole numbers."""
+    h = salt & 0xFFFFFFFF
+    for c in at:
+        h = ((h + 0x9E3779B9) * 5 + c * 0x9E3779B1) & 0xFFFFFFFF
+        for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B), (16, 1)):
+            h = (h ^ h >> shift) * factor & 0xFFFFFFFF
+    return h
+
+
+@pytest.mark.parametrize("block", [1, 1 << 16])
+def test_blocks_of_32_bits_follow_the_rule(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
+    """Late samples too, in any block, with any of the coordinates varying."""
+    monkeypatch.setattr(random, "_BLOCK", block)
+    a, b, c = torch.tensor([3, 1 << 40]), torch.arange(4), torch.arange(5)
+    salt = key(1, "x")
+    want = torch.tensor([[[plain_hash(salt, int(i), int(j), int(k)) for k in c] for j in b] for i in a])
+    assert torch.equal(uniform(salt, a[:, None, None], b[:, None], c), (want >> 8).float() / (1 << 24))
+    assert torch.equal(keep_mask(0.3, salt, a[:, None, None], b[:, None], c), want >= int(0.3 * (1 << 32)))
+    pairs = torch.tensor([plain_hash(salt, int(j), 7) for j in b])
+    assert torch.equal(keep_mask(0.6, salt, b, torch.tensor(7)), pairs >= int(0.6 * (1 << 32)))
 
 
 def coordinates(*shape: int) -> list[torch.Tensor]:
