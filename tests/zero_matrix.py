@@ -25,6 +25,7 @@ LAYOUTS: dict[str, dict[str, int | bool]] = {
     "PP2xDP2": {"pp": 2, "dp": 2},
     "PP2xDP2 zb-h1": {"pp": 2, "dp": 2, "schedule": "zb-h1"},
     "PP2xDP2 zbv": {"pp": 2, "dp": 2, "schedule": "zbv"},
+    "EP2xDP4": {"dp": 4, "ep": 2},
 }
 # half of the parameters, the embedding and the first block among them: nothing before the second block has a gradient
 FROZEN = ("embed.*", "positions.*", "layers.0.*", "layers.1.attention.*", "layers.3.mlp.*", "norm.*")
@@ -43,8 +44,9 @@ AXES = {
 
 
 def legal(choice: Choice) -> bool:
-    """Without shards there are no copies of them."""
-    return not ("copies" in choice["layout"] and choice["zero"] == 0)
+    """Without shards there are no copies of them, without experts nothing to put on other ranks."""
+    dense = "EP" in choice["layout"] and choice["model"] not in ("experts", "predictions")
+    return not dense and not ("copies" in choice["layout"] and choice["zero"] == 0)
 
 
 def case_of(choice: Choice) -> Case:

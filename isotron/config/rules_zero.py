@@ -38,11 +38,6 @@ def _offload_part(c: RunConfig, f: Facts) -> Problem:
                    "--optimizer-offload-fraction 1.0")  # fmt: skip
 
 
-def _offload_rule(c: RunConfig, f: Facts) -> Problem:
-    case = "muon works on whole matrices of all ranks, where the gradients are"
-    return Problem(asked(c, "optimizer_cpu_offload", "optimizer"), case, "--optimizer adamw")
-
-
 def _offload_remainders(c: RunConfig, f: Facts) -> Problem:
     case = "masters on the host are whole, and their weights are not beside them"
     return Problem(asked(c, "optimizer_cpu_offload", "master_remainders"), case, "--master-remainders false")
@@ -76,8 +71,6 @@ ZERO_RULES: tuple[Rule, ...] = (
          lambda c, f: c.layout.max_live_parameters > 0 and c.layout.zero_stage < 3, _live_weights),
     Rule("a share to offload", ("optimizer_offload_fraction",),
          lambda c, f: not 0.0 < c.layout.optimizer_offload_fraction <= 1.0, _offload_part),
-    Rule("rules that can be offloaded", ("optimizer_cpu_offload", "optimizer"),
-         lambda c, f: c.layout.optimizer_cpu_offload and c.optim.optimizer == "muon", _offload_rule),
     Rule("masters that can be offloaded", ("optimizer_cpu_offload", "master_remainders"),
          lambda c, f: c.layout.optimizer_cpu_offload and c.optim.master_remainders, _offload_remainders),
     Rule("files of what is offloaded", ("offload_dir", "optimizer_cpu_offload"),

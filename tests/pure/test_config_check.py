@@ -115,7 +115,6 @@ BOTH_SIDES: dict[str, tuple[str, str, dict]] = {
     "weights that come and go": ("--dp 2 --max-live-parameters 1000", "--dp 2 --max-live-parameters 1000 --zero 3", {}),
     "a share to offload": ("--optimizer-cpu-offload --optimizer-offload-fraction 1.5",
                            "--optimizer-cpu-offload --optimizer-offload-fraction 0.5", {}),
-    "rules that can be offloaded": ("--optimizer-cpu-offload --optimizer muon", "--optimizer-cpu-offload", {}),
     "masters that can be offloaded": ("--optimizer-cpu-offload --master-remainders --dtype bfloat16",
                                       "--optimizer-cpu-offload --dtype bfloat16", {}),
     "files of what is offloaded": ("--offload-dir .", "--offload-dir . --optimizer-cpu-offload", {}),

@@ -49,6 +49,8 @@ def test_what_is_read(tmp_path: Path) -> None:
         "optimizer": {"type": "Adam", "params": {"lr": 1e-4, "betas": [0.8, 0.99], "weight_decay": 0.01}},
         "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 100, "warmup_num_steps": "auto"}},
         "wall_clock_breakdown": False,
+        "communication_data_type": "bf16",
+        "data_types": {"grad_accum_dtype": "fp32"},
     }
     path = tmp_path / "ds.json"
     path.write_text(json.dumps(tree))
@@ -57,6 +59,7 @@ def test_what_is_read(tmp_path: Path) -> None:
         assert (cfg.micro_batch, cfg.accumulation, cfg.global_batch) == (8, 1, 16)
         assert (cfg.dtype, cfg.zero, cfg.bucket_size, cfg.optimizer) == ("float16", 2, 5_000_000, "adamw")
         assert (cfg.optim.clip_grad, cfg.optim.initial_loss_scale, cfg.optim.hysteresis) == (1.0, 4096.0, 3)
+        assert cfg.reduce_dtype == "bfloat16"
         assert (cfg.lr, cfg.weight_decay, cfg.optim.adam_beta1, cfg.optim.adam_beta2) == (1e-4, 0.01, 0.8, 0.99)
         assert cfg.scheduler_params == {"total_num_steps": 100}
     l2 = {"type": "Adam", "params": {"adam_w_mode": False}}
@@ -76,6 +79,8 @@ def test_what_is_read(tmp_path: Path) -> None:
         ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, "offload_param.device"),
         ({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}, "below stage 3"),
         ({"fp16": True}, "a table of its own"),
+        ({"communication_data_type": "fp8"}, "fp32, fp16, bf16"),
+        ({"data_types": {"grad_accum_dtype": "bf16"}}, "add up in float32"),
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "weights have one type"),
         ({"optimizer": {"type": "OneBitAdam", "params": {}}}, "Adam, AdamW, SGD, Lion and Muon"),
         ({"optimizer": {"type": "SGD", "params": {"nesterov": True}}}, "optimizer.params.nesterov"),

@@ -12,6 +12,7 @@ from isotron.core.parallel.plan import Layout
 from isotron.planner.definitions import DEFINITIONS, of_row
 from isotron.planner.hardware import GIB
 from isotron.planner.job import Job
+from isotron.planner.live import gathered_elements
 from isotron.planner.memory import activation_peaks, states
 from isotron.planner.parameters import count_parameters, rank_stages
 from isotron.planner.published import cases
@@ -37,6 +38,20 @@ def test_state_of_a_middle_stage() -> None:
     job = Job(config, Layout(8, 8, 1, zero=0), 2048, 1, 64)
     assert states(job, rank_stages(config, job.layout, 3)).states / GIB == pytest.approx(45.58, abs=0.005)
     assert states(job, rank_stages(config, job.layout, 0)).states / GIB == pytest.approx(47.3, abs=0.05)
+
+
+def test_seven_billion_weights_on_eight_ranks() -> None:
+    """bfloat16, ZeRO-3: an eighth of all weights each, exactly, and a block for a moment; no rank sees half of them."""
+    config, layout = PRESETS["llama2-7b"], Layout(dp=8, zero=3)
+    (part,) = rank_stages(config, layout, 0)
+    job, count = Job(config, layout, 4096, 1, 8), count_parameters(config)
+    held = [states(job, [part], rank).weights for rank in range(8)]
+    assert sum(held) == 2 * count and 2 * count / 1e9 == pytest.approx(13.48, abs=0.01)
+    units = gathered_elements(part)
+    assert max(held) - min(held) <= 2 * len(part.spans) * 11008  # runs end where rows do
+    assert max(held) + 2 * max(units.values()) < 2.2e9 < 2 * count / 6
+    # the optimizer: gradients, masters and two moments in float32, cut the same way
+    assert sum(states(job, [part], rank).states for rank in range(8)) == (2 + 4 + 4 + 8) * count
 
 
 # name: layers, width, heads, TP, PP, VPP, microbatch, GiB without recompute, GiB selective + sequence parallel

@@ -97,6 +97,39 @@ def places(cfg: dict[str, Any]) -> tuple[bool, bool]:
     return len(engine.state._hosted) == len(engine.state.views), all(v.hosted for v in engine.held.views())
 
 
+KEPT = ("hidden.weight", "norm.*", "unused")
+
+
+def mixed(cfg: dict[str, Any], folder: str = "") -> tuple[dict[str, Tensor], list[float]]:
+    """Weights, and losses, of a module in bfloat16 with parts in float32; with a folder, saved and loaded half way."""
+    engine, *_ = isotron.initialize(net(torch.float32), cfg, keep_float32=KEPT)
+    losses = run(engine, 0, STEPS // 2)
+    if folder:
+        engine.save_checkpoint(folder)
+        engine, *_ = isotron.initialize(net(torch.float32), cfg, keep_float32=KEPT)
+        engine.load_checkpoint(folder)
+    return (losses + run(engine, STEPS // 2, STEPS), state_of(engine))[::-1]
+
+
+def generated(zero: int) -> list[int]:
+    """Tokens that a small LLaMA of transformers generates inside an engine after a step."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(4)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=61, max_position_embeddings=32, **sizes)).double()
+    engine, *_ = isotron.initialize(model, config(train_batch_size=4, zero_optimization={"stage": zero}))
+    tokens = torch.arange(4 * 12).view(4, 12) % 61
+    group = data_parallel_group()
+    for part in tokens.chunk(ACCUMULATION * group.size)[group.index :: group.size]:
+        engine.backward(engine(input_ids=part, labels=part).loss)
+        engine.step()
+    engine.module.eval()
+    with torch.no_grad():
+        found = engine.module.generate(tokens[:1, :4], max_new_tokens=8, do_sample=False, eos_token_id=None)
+    return found[0].tolist()
+
+
 def resumed(cfg: dict[str, Any], folder: str) -> dict[str, Tensor]:
     """Go on from a folder that another number of ranks has saved."""
     engine, *_ = isotron.initialize(net(), cfg)

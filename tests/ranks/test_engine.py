@@ -66,6 +66,14 @@ def test_layouts_agree_to_1e_9(ranks: Ranks) -> None:
         assert norm == pytest.approx(alone[1], rel=1e-9)
 
 
+def test_gradients_travel_in_the_type_that_is_asked_for(ranks: Ranks) -> None:
+    exact, narrow = (
+        ranks(2, bodies.trained, bodies.config(zero_optimization={"stage": 2}, communication_data_type=kind))[0]
+        for kind in ("fp32", "bf16")
+    )
+    assert narrow[1] != exact[1] and narrow[1] == pytest.approx(exact[1], rel=1e-2)
+
+
 def test_offloading_changes_no_bit(ranks: Ranks, tmp_path: Path) -> None:
     for stage, tables in (
         (1, {"offload_optimizer": {"device": "cpu", "ratio": 0.5, "pin_memory": True}}),
@@ -120,6 +128,29 @@ def test_half_precision_skips_and_falls() -> None:
     for _ in range(30):
         bodies.run(brain, 0, 1)
     assert bodies.run(brain, 0, 1)[0] < first - 0.5
+
+
+def test_what_is_kept_in_float32(ranks: Ranks, tmp_path: Path) -> None:
+    cfg = bodies.config(bf16={"enabled": True}, zero_optimization={"stage": 3})
+    weights, _ = ranks(2, bodies.mixed, cfg)[0]
+    wide = {n for n, x in weights.items() if x.dtype == torch.float32}
+    assert wide == {"hidden.weight", "hidden.bias", "norm.weight", "norm.bias", "norm.running_mean",
+                    "norm.running_var", "unused", "scale"}  # fmt: skip
+    assert weights["embed.weight"].dtype == weights["frozen.weight"].dtype == torch.bfloat16
+    exact = ranks(1, bodies.trained, bodies.config())[0]
+    alone = ranks(1, bodies.mixed, {**cfg, "zero_optimization": {"stage": 0}})[0][0]
+    for one in (weights, alone):  # four steps of 0.05
+        assert torch.allclose(one["hidden.weight"].double(), exact[0]["hidden.weight"], atol=0.05)
+    again = ranks(2, bodies.mixed, cfg, str(tmp_path))[0][0]
+    assert all(torch.equal(again[n], weights[n]) for n in weights)
+    with pytest.raises(Refused, match="no parameter has such a name"):
+        isotron.initialize(bodies.net(torch.float32), bodies.config(bf16={"enabled": True}), keep_float32=("router*",))
+
+
+@pytest.mark.slow
+def test_a_model_generates_between_steps(ranks: Ranks) -> None:
+    alone = ranks(1, bodies.generated, 0)[0]
+    assert len(alone) == 12 and ranks(2, bodies.generated, 3) == [alone, alone]
 
 
 def test_batches_data_and_the_loader() -> None:

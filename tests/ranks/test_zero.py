@@ -85,7 +85,12 @@ def test_overlap_changes_no_bit(ranks: Callable[..., list[Any]], zero: int) -> N
 def test_offload_changes_no_bit(ranks: Callable[..., list[Any]], zero: int, tmp_path: Path) -> None:
     part = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.6}
     disk = {**part, "optimizer_offload_fraction": 1.0, "offload_dir": str(tmp_path), "offload_weights": zero == 3}
-    for dtype, optim in (("float32", OptimConfig()), ("bfloat16", OptimConfig(exp_avg_sq_dtype="int8"))):
+    rules = (
+        ("float32", OptimConfig()),
+        ("bfloat16", OptimConfig(exp_avg_sq_dtype="int8")),
+        ("bfloat16", OptimConfig(optimizer="muon")),
+    )
+    for dtype, optim in rules:
         cases = [replace(small(zero, **where), dtype=dtype, optim=optim) for where in ({}, part, disk)]
         for nowhere, there, mapped in ranks(2, offloaded_bits, cases):
             assert nowhere.bits == there.bits == mapped.bits

@@ -22,7 +22,9 @@ KEYS: dict[str, tuple[str, ...]] = {
     "": (
         "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping",
         "fp16", "bf16", "zero_optimization", "optimizer", "scheduler", "steps_per_print", "seed",
+        "communication_data_type", "data_types",
     ),
+    "data_types": ("grad_accum_dtype",),
     "fp16": ("enabled", "loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale",
              "auto_cast", "consecutive_hysteresis"),
     "bf16": ("enabled",),
@@ -44,7 +46,7 @@ TUNING: dict[str, tuple[str, ...]] = {
     ),
     "offload_optimizer": ("pin_memory", "buffer_count", "fast_init"),
     "offload_param": ("pin_memory", "buffer_count", "buffer_size", "max_in_cpu"),
-    "bf16": (), "fp16": (), "optimizer": (), "scheduler": (),
+    "bf16": (), "fp16": (), "optimizer": (), "scheduler": (), "data_types": (),
 }  # fmt: skip
 METHODS = {"adam": "adamw", "adamw": "adamw", "sgd": "sgd", "lion": "lion", "fusedadam": "adamw", "muon": "muon"}
 PARAMS = {
@@ -58,7 +60,7 @@ PARAMS = {
 @dataclass(frozen=True)
 class EngineConfig:
     """What an engine needs to know. Batch sizes in samples; `optimizer` is None where the caller brings one; `dtype` is
-    empty where the module keeps its own.
+    empty where the module keeps its own, `reduce_dtype` where gradients travel in the type of their sums.
     """
 
     micro_batch: int = 1
@@ -68,6 +70,7 @@ class EngineConfig:
     zero: int = 0
     bucket_size: int = 40_000_000
     offload: Offload = Offload()
+    reduce_dtype: str = ""
     optim: OptimConfig = OptimConfig(clip_grad=0.0)
     optimizer: str | None = None
     lr: float = 1e-3
@@ -81,7 +84,7 @@ def read(source: Mapping[str, Any] | str | Path, ways: int) -> EngineConfig:
     """The config of a dict, a JSON text's path, for `ways` data-parallel ranks; every problem at once."""
     tree = source if isinstance(source, Mapping) else _file(Path(source))
     problems = list(_unknown(tree))
-    for name in ("fp16", "bf16", "zero_optimization", "optimizer", "scheduler"):
+    for name in ("fp16", "bf16", "zero_optimization", "optimizer", "scheduler", "data_types"):
         if not isinstance(tree.get(name, {}), Mapping):
             problems.append(Problem(f'"{name}": {tree[name]!r}', "it is a table of its own", f'"{name}": {{...}}'))
     if problems:
@@ -97,6 +100,7 @@ def read(source: Mapping[str, Any] | str | Path, ways: int) -> EngineConfig:
         zero=_number(zero, "stage", 0, "zero_optimization.", (0, 1, 2, 3)),
         bucket_size=_number(zero, "reduce_bucket_size", 40_000_000, "zero_optimization."),
         offload=_offload(zero),
+        reduce_dtype=_transport(tree),
         optim=optim,
         optimizer=method,
         lr=lr,
@@ -180,6 +184,20 @@ def _dtype(tree: Mapping[str, Any]) -> str:
     if half is True and brain is True:
         raise refuse('"fp16" and "bf16" enabled', "weights have one type", '"fp16": {"enabled": false}')
     return "float16" if half is True else "bfloat16" if brain is True else ""
+
+
+def _transport(tree: Mapping[str, Any]) -> str:
+    """The type in which gradients travel; they add up in float32 or wider, which is the only choice."""
+    names = {None: "", "fp32": "", "fp16": "float16", "bf16": "bfloat16", "bfp16": "bfloat16"}
+    given = tree.get("communication_data_type")
+    if given not in names:
+        case = f"the types are {', '.join(str(n) for n in names if n)}"
+        raise refuse(f'"communication_data_type": {given!r}', case, '"communication_data_type": "bf16"')
+    sums = tree.get("data_types", {}).get("grad_accum_dtype")
+    if sums not in (None, "fp32"):
+        case = "gradients of micro batches add up in float32"
+        raise refuse(f'"data_types.grad_accum_dtype": {sums!r}', case, '"grad_accum_dtype": "fp32"')
+    return names[given]
 
 
 def _offload(zero: Mapping[str, Any]) -> Offload:

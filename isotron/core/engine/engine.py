@@ -9,7 +9,7 @@ mean of all their losses. Every rank of the default process group is a data-para
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -68,12 +68,20 @@ class Engine:
     """A module that trains sharded. `module` stays usable as it is; calling the engine calls it."""
 
     def __init__(
-        self, module: nn.Module, cfg: EngineConfig, optimizer: torch.optim.Optimizer, rule: str, optim: OptimConfig
+        self,
+        module: nn.Module,
+        cfg: EngineConfig,
+        optimizer: torch.optim.Optimizer,
+        rule: str,
+        optim: OptimConfig,
+        keep_float32: Sequence[str] = (),
     ) -> None:
         self.cfg, self.group = cfg, data_parallel_group()
         self.optimizer, self._rule = optimizer, rule
         dtype = devices.dtype_of(cfg.dtype) if cfg.dtype else None
-        self.held = Held(module, dtype, cfg.zero, self.group, cfg.bucket_size, cfg.offload.weights)
+        travel = devices.dtype_of(cfg.reduce_dtype) if cfg.reduce_dtype else None
+        options = {"hosted": cfg.offload.weights, "reduce_dtype": travel}
+        self.held = Held(module, dtype, cfg.zero, self.group, cfg.bucket_size, keep_float32, **options)
         wide = torch.empty(0, dtype=torch.promote_types(self.held.dtype, torch.float32), device=self.held.device)
         self.state = Optimizer(self.held.views(), optim, self._settings(), self.group, wide, cfg.offload)
         self.scaler = LossScaler.for_run(cfg.dtype, optim)
@@ -202,11 +210,13 @@ def initialize(
     training_data: Dataset[Any] | None = None,
     lr_scheduler: Any = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
+    keep_float32: Sequence[str] = (),
 ) -> tuple[Engine, torch.optim.Optimizer, DataLoader[Any] | None, Any]:
     """(engine, optimizer, loader, scheduler) for a module and DeepSpeed's JSON, a dict or the path of a file.
 
     `model_parameters`: the parameters, or groups of torch with `lr` and `weight_decay`, that the config's optimizer
-    trains. `lr_scheduler`: one on `optimizer`, or a function that makes one of an optimizer.
+    trains. `lr_scheduler`: one on `optimizer`, or a function that makes one of an optimizer. `keep_float32`: patterns
+    of names of parameters and buffers that fp16 and bf16 do not cast, with the modules that they belong to.
     """
     cfg = read(config, data_parallel_group().size)
     if optimizer is None:
@@ -214,7 +224,7 @@ def initialize(
         optimizer, rule, optim = from_config(cfg, trained if model_parameters is None else model_parameters)
     else:
         rule, optim = from_torch(optimizer, cfg.optim)
-    engine = Engine(model, cfg, optimizer, rule, optim)
+    engine = Engine(model, cfg, optimizer, rule, optim, keep_float32)
     engine.lr_scheduler = _scheduler(cfg, optimizer, lr_scheduler)
     return engine, optimizer, _loader(engine, training_data, collate_fn), engine.lr_scheduler
 

@@ -132,7 +132,7 @@ class FullyShardedDataParallel(nn.Module):
         dtype = compute_dtype or (torch.float16 if mixed_precision else None)
         self.module, group = module, data_parallel_group()
         zero = 3 if reshard_after_forward else 2
-        self.held = Held(module, dtype, zero, group, BUCKET, move_params_to_cpu)
+        self.held = Held(module, dtype, zero, group, BUCKET, hosted=move_params_to_cpu)
         self._parts = self.held.sharded.parts()
         mine = {id(p) for p in self._parts}
         # the optimizer comes later: torch tells of a step of any optimizer, and we look whether it has our parts

@@ -5,12 +5,16 @@ A step is `backward` per microbatch (the last one marked), `finish`, an update o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 import torch.nn as nn
 from torch import Tensor
 
 from isotron.core import comm
 from isotron.core.engine.shard import shard
+from isotron.core.engine.wide import cast
 from isotron.core.errors import refuse
 from isotron.core.mesh import Group
 from isotron.core.parallel.data import View
@@ -19,7 +23,7 @@ from isotron.core.parallel.data import View
 class Held:
     """`module` in place, cast to `dtype` where one is given, with the parameters and buffers of rank 0 of `group`.
 
-    hosted: under stage 3 own runs of weights live in host memory.
+    keep_float32: patterns of parameters that are not cast, nor what belongs to the same module. options: of `shard`.
     """
 
     def __init__(
@@ -29,10 +33,11 @@ class Held:
         zero: int,
         group: Group,
         bucket_size: int,
-        hosted: bool = False,
+        keep_float32: Sequence[str] = (),
+        **options: Any,
     ) -> None:
         if dtype is not None:
-            module.to(dtype)
+            cast(module, dtype, keep_float32)
         if not any(p.requires_grad for p in module.parameters()):
             raise refuse("an engine for this module", "none of its parameters requires a gradient", "a module to train")
         for buffer in module.buffers():
@@ -40,8 +45,8 @@ class Held:
         self.module, self.group = module, group
         self.parameters = dict(module.named_parameters())
         first = next(p for p in self.parameters.values() if p.requires_grad)
-        self.dtype, self.device = first.dtype, first.device
-        self.sharded = shard(module, None, zero=zero, bucket_size=bucket_size, hosted=hosted)
+        self.dtype, self.device = first.dtype if dtype is None else dtype, first.device
+        self.sharded = shard(module, None, zero=zero, bucket_size=bucket_size, **options)
 
     def views(self) -> list[View]:
         """What this rank steps."""

@@ -71,13 +71,9 @@ class Optimizer:
         self.states = [self._new_states(i, v) for i, v in enumerate(self.views)]
 
     def _host_groups(self, offload: Offload) -> dict[str, list[HostGroup]]:
-        """Rule -> groups of what is stepped on the host; refused for a rule that works on whole matrices."""
+        """Rule -> groups of what is kept on the host, and stepped there but for a rule that works on whole matrices."""
         if not offload.fraction:
             return {}
-        for name, method in self.methods.items():
-            if method.together:
-                case = f"{name} works on whole matrices of all ranks, where the gradients are"
-                raise refuse("--optimizer-cpu-offload", case, "--optimizer adamw, or leave the offloading out")
         if self.cfg.master_remainders:
             case = "masters on the host are whole, and their weights are not beside them"
             raise refuse("--optimizer-cpu-offload --master-remainders", case, "one of the two")
@@ -134,12 +130,27 @@ class Optimizer:
     def step(self, lr: float, weight_decay: float, gradient_factor: float) -> None:
         """One update with gradients x gradient_factor; then weights are the rounded masters."""
         for name, method in self.methods.items():
+            groups = self._groups.get(name, [])
+            if method.together:
+                self._step_together(groups, self._of[name], method, lr, weight_decay, gradient_factor)
+                continue
             here = [i for i in self._of[name] if i not in self._hosted]
-            for part in self._parts(here, method):
+            for part in self._parts(here):
                 self._update(part, method, lr, weight_decay, gradient_factor)
             self._round(here)
-            self._step_on_host(self._groups.get(name, []), method, lr, weight_decay, gradient_factor)
+            self._step_on_host(groups, method, lr, weight_decay, gradient_factor)
         self.updates += 1
+
+    def _step_together(
+        self, groups: list[HostGroup], chosen: list[int], method: Method, lr: float, weight_decay: float, f: float
+    ) -> None:
+        """All at once where the gradients are; what is kept on the host comes for the step and goes back."""
+        for group in groups:
+            group.home.fetch()
+        self._update(chosen, method, lr, weight_decay, f)
+        self._round(chosen)
+        for group in groups:
+            group.home.leave()
 
     def _step_on_host(self, groups: list[HostGroup], method: Method, lr: float, weight_decay: float, f: float) -> None:
         """Group by group, while the next one's gradients and state are on their way."""
@@ -157,10 +168,8 @@ class Optimizer:
         group.home.fetch()
         return None if self._courier is None else self._courier.send([self.views[i] for i in group.places])
 
-    def _parts(self, chosen: list[int], method: Method) -> list[list[int]]:
+    def _parts(self, chosen: list[int]) -> list[list[int]]:
         """What is stepped at once: everything, or one view at a time where states must be unpacked first."""
-        if method.together:
-            return [chosen]
         packed = {i for i in chosen if any(not k.direct for k in self.states[i].values())}
         plain = [i for i in chosen if i not in packed]
         return ([plain] if plain else []) + [[i] for i in chosen if i in packed]
@@ -177,6 +186,8 @@ class Optimizer:
         """`arrived`: gradients, and weights that are their own masters, on the host."""
         views, settings = [self.views[i] for i in chosen], [self.settings[self.views[i].placed.name] for i in chosen]
         opened = [{name: k.read() for name, k in self.states[i].items()} for i in chosen]
+        if arrived is None:  # what is kept on the host comes to its gradient
+            opened = [{n: t.to(v.grad.device) for n, t in o.items()} for v, o in zip(views, opened, strict=True)]
         for tensors, weight in () if arrived is None else zip(opened, arrived.weights, strict=True):
             tensors["master"] = tensors["master"] if weight is None else weight
         method.update(
