@@ -99,10 +99,43 @@ def test_tokens_on_their_way_to_experts_are_as_many_as_in_balance(ranks: Callabl
         assert assumed[k][1] == pytest.approx(sum(calls(r)[k][1] for r in every) / 2, rel=0.3)
 
 
-SLOW = ({"pp": 2, "vpp": 2}, {"dp": 2, "zero": 3}, {})
+# model, layout, microbatches; the first is always run
+ECHOES: tuple[tuple[str, dict[str, Any], int], ...] = (
+    ("llama-tied", {"pp": 2, "vpp": 2, "recompute": "full"}, 8),
+    ("llama", {"tp": 2, "sequence_parallel": True, "recompute": "selective"}, 6),
+    ("llama", {"pp": 4}, 9),
+    ("llama", {"pp": 2, "schedule": "gpipe"}, 5),
+    ("gpt", {"pp": 2, "dp": 2}, 8),
+    ("llama", {"pp": 2, "cp": 2}, 7),
+    ("groups", {"tp": 2}, 6),
+    ("groups", {"dp": 2, "ep": 2}, 5),
+    ("mla", {"pp": 2}, 6),
+)
 
 
-@pytest.mark.parametrize("axes", [{"pp": 2}, *(pytest.param(a, marks=pytest.mark.slow) for a in SLOW)])
+@pytest.mark.parametrize(
+    ("model", "axes", "batch"), [ECHOES[0], *(pytest.param(*e, marks=pytest.mark.slow) for e in ECHOES[1:])]
+)
+def test_echoes_do_what_microbatches_do(model: str, axes: dict[str, Any], batch: int) -> None:
+    """To the byte and the call, on every pipeline rank."""
+    config = config_of(model, axes, batch=batch)
+    for rank in range(0, config.layout.world, config.layout.world // config.layout.pp):
+        echoed = dry(config, rank)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("isotron.train.dryrun.rank.can_echo", lambda config: False)
+            patch.setattr("isotron.train.dryrun.rank.ROUNDS", 99)
+            computed = dry(config, rank)
+        assert (echoed.microbatches, computed.microbatches) == ((batch, 3), (batch, batch))
+        assert calls(echoed) == calls(computed)
+        assert {k: getattr(echoed, k) for k in EXACT} == {k: getattr(computed, k) for k in EXACT}
+
+
+SLOW = ({"dp": 2, "zero": 3},)
+
+
+@pytest.mark.parametrize(
+    "axes", [{"pp": 2, "schedule": "zb-h1"}, *(pytest.param(a, marks=pytest.mark.slow) for a in SLOW)]
+)
 def test_rounds_that_are_not_run_are_counted(axes: dict[str, Any]) -> None:
     whole = config_of("llama-tied", axes, batch=8)
     run, one, more = rounds(whole)

@@ -1,6 +1,7 @@
 """Where the blocks of a pass over a large tensor begin, for passes that leave nothing behind but what they write.
 
-Such passes are worked through in place, a block after the other, each with room of its own that is free again behind it.
+Such passes are worked through in place, a block after the other, each with room of its own that is free again behind
+it.
 """
 
 from __future__ import annotations

@@ -68,6 +68,26 @@ class Calls:
             self._axes[ranks] = tuple(a for a in AXES if len({w[a] for w in where}) > 1)
         return self._axes[ranks]
 
+    def copy(self) -> dict[Key, Sums]:
+        """The sums as they are now."""
+        return {key: Sums(sums.count, sums.bytes) for key, sums in self.sums.items()}
+
+    def beyond(self, before: Mapping[Key, Sums]) -> dict[Key, Sums]:
+        """What has been added to an earlier `copy`."""
+        found = {}
+        for key, sums in self.sums.items():
+            then = before.get(key, Sums())
+            if sums.count > then.count:
+                found[key] = Sums(sums.count - then.count, sums.bytes - then.bytes)
+        return found
+
+    def add(self, more: Mapping[Key, Sums]) -> None:
+        """Count calls that were not made."""
+        for key, sums in more.items():
+            found = self.sums.setdefault(key, Sums())
+            found.count += sums.count
+            found.bytes += sums.bytes
+
     def extended(self, shorter: Calls, times: int) -> Calls:
         """What a longer step says: this one and, `times` over, what it has more than a shorter one."""
         found = Calls(self.sizes)

@@ -49,6 +49,11 @@ class LiveBytes(TorchDispatchMode):
         self._alive[at] = size, weakref.ref(storage, gone)
         self.now += size
 
+    def counted(self, tensors: Sequence[Tensor]) -> int:
+        """Bytes of these that count, each storage once."""
+        storages = {x.untyped_storage()._cdata: x.untyped_storage() for x in tensors}
+        return sum(storage.nbytes() for at, storage in storages.items() if at in self._alive)
+
     def restart(self) -> None:
         """Forget the peak so far."""
         self.peak = self.now

@@ -1,15 +1,16 @@
 """One rank of a run: built, and one step taken, with every byte and every communication noted.
 
 `measure` does it in a process group that exists. `dry` does it alone, for any rank of any world: the process group is
-torch's fake one, whose collectives do nothing, and tensors have no memory. A step of many microbatches is not run
-whole: its table repeats itself, so what a round of microbatches adds is measured once and counted as often as it comes.
+torch's fake one, whose collectives do nothing, and tensors have no memory. A step of many microbatches is not computed
+whole: most of them are echoes of the second (`echo`). Where they are not, the table repeats itself, so what a round of
+microbatches adds is measured once and counted as often as it comes.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -25,6 +26,7 @@ from isotron.core import comm
 from isotron.core import device as devices
 from isotron.core.batch import Batch
 from isotron.core.mesh import Mesh
+from isotron.core.nn import blocks
 from isotron.core.nn.kernels import band
 from isotron.core.optim.build import make_optimizer
 from isotron.core.optim.optimizer import Optimizer
@@ -32,6 +34,7 @@ from isotron.core.parallel import stage as stages
 from isotron.core.parallel.model import ParallelModel
 from isotron.core.precision.scaler import LossScaler
 from isotron.train.dryrun.calls import Calls, listening
+from isotron.train.dryrun.echo import COMPUTED, Echo, can_echo
 from isotron.train.dryrun.live import LiveBytes
 from isotron.train.dryrun.transport import holding
 from isotron.train.dryrun.values import without_memory
@@ -86,8 +89,10 @@ def microbatches(config: RunConfig) -> int:
 
 
 def rounds(config: RunConfig) -> tuple[int, int, int]:
-    """Microbatches to run, those of a round, and how many rounds more a step has."""
+    """Microbatches to run, those of a round, and how many rounds more a step has; all where most are mere echoes."""
     pp, m = config.layout.pp, microbatches(config)
+    if can_echo(config):
+        return m, pp, 0
     few = ROUNDS * pp + m % pp
     return (m, pp, 0) if m <= few + pp else (few + pp, pp, (m - few - pp) // pp)
 
@@ -98,11 +103,12 @@ def dry(config: RunConfig, rank: int) -> RankReport:
     run, one, more = rounds(config)
     with _alone(rank, config.layout.world), without_memory(), _without_numbers():
         mesh = Mesh(rank, **config.layout.axes)
-        found = measure(config, mesh, run)
+        found = measure(config, mesh, run, echoes=True)
         if more:
-            shorter = measure(config, mesh, run - one)
+            shorter = measure(config, mesh, run - one, echoes=True)
             found = replace(found, calls=found.calls.extended(shorter.calls, more))
-    return replace(found, microbatches=(microbatches(config), run), seconds=time.perf_counter() - started)
+    computed = min(run, COMPUTED) if can_echo(config) else run
+    return replace(found, microbatches=(microbatches(config), computed), seconds=time.perf_counter() - started)
 
 
 @contextmanager
@@ -118,23 +124,26 @@ def _alone(rank: int, world: int) -> Iterator[None]:
 
 @contextmanager
 def _without_numbers() -> Iterator[None]:
-    """No initial weights are drawn."""
-    with patch.object(stages, "initialiser", lambda seed: lambda placed, box, out: None):
+    """No initial weights are drawn; of passes over large tensors only some blocks are gone through."""
+    with (
+        patch.object(stages, "initialiser", lambda seed: lambda placed, box, out: None),
+        patch.object(blocks, "starts", blocks.some),
+    ):
         try:
             yield
         finally:
             band.cache_clear()  # what it remembers has no numbers either
 
 
-def measure(config: RunConfig, mesh: Mesh, count: int) -> RankReport:
-    """Build this rank and take a step of `count` microbatches."""
+def measure(config: RunConfig, mesh: Mesh, count: int, echoes: bool = False) -> RankReport:
+    """Build this rank and take a step of `count` microbatches; `echoes`: those that only repeat are not computed."""
     started = time.perf_counter()
     band.cache_clear()
     dtype, cpu = devices.dtype_of(config.train.dtype), devices.resolve("cpu")
     model = ParallelModel(config.model, config.layout, mesh, dtype, cpu, config.train.seed, config.optim.freeze)
     optimizer = make_optimizer(model, config.optim)
     batches = [_batch(config, i) for i in range(count)]
-    calls, activations, update = _step(config, model, optimizer, batches)
+    calls, activations, update = _step(config, model, optimizer, batches, echoes)
     flats = [stage.flat for stage in model.stages.values()]
     masters = optimizer.nbytes("master")
     return RankReport(
@@ -169,7 +178,7 @@ def _batch(config: RunConfig, index: int) -> Batch:
 
 
 def _step(
-    config: RunConfig, model: ParallelModel, optimizer: Optimizer, batches: list[Batch]
+    config: RunConfig, model: ParallelModel, optimizer: Optimizer, batches: list[Batch], echoes: bool
 ) -> tuple[Calls, int, int]:
     """Its communications, and the most bytes alive beside the state in the table and in the update."""
     state: list[Tensor] = [t for stage in model.stages.values() for t in (stage.flat.weights, stage.flat.grads)]
@@ -187,7 +196,9 @@ def _step(
         peaks.append(live.peak)
 
     scaler = LossScaler.for_run(config.train.dtype, config.optim)
-    with listening(model.mesh.sizes) as calls, live, patch.object(optimizer, "step", update):
+    with listening(model.mesh.sizes) as calls, live, patch.object(optimizer, "step", update), ExitStack() as stack:
+        if echoes and can_echo(config) and len(batches) > COMPUTED:
+            stack.enter_context(Echo(model, live, calls, len(batches)).listening())
         train_step(model, optimizer, scaler, config.schedule, batches)
         model.wait_weights()
     return calls, peaks[0], peaks[1]
