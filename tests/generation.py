@@ -16,6 +16,7 @@ from isotron.core.checkpoint.ranks import SingleRank
 from isotron.core.checkpoint.save import Saved, save_checkpoint
 from isotron.core.checkpoint.weights import load_weights
 from isotron.core.mesh import Mesh
+from isotron.core.models.deepseek_v3_config import DeepseekV3Config
 from isotron.core.models.gpt_config import GPTConfig
 from isotron.core.models.llama_config import LlamaConfig
 from isotron.core.parallel.model import ParallelModel
@@ -33,6 +34,24 @@ MODELS = {
     "gpt": GPTConfig(5, 32, 4, vocab_size=131, max_position_embeddings=32),
     "llama": LlamaConfig(5, 32, 4, 2, 16, 48, 131, 32, hidden_dropout=0.1),
     "llama-tied": LlamaConfig(4, 32, 4, 2, 0, 48, 131, 32, tie_embeddings=True),
+    "mtp": DeepseekV3Config(
+        3,
+        32,
+        4,
+        4,
+        0,
+        48,
+        131,
+        64,
+        num_experts=4,
+        moe_router_topk=2,
+        mtp_num_layers=1,
+        q_lora_rank=12,
+        kv_lora_rank=8,
+        qk_head_dim=8,
+        qk_pos_emb_head_dim=4,
+        v_head_dim=6,
+    ),
 }
 PROMPTS = [[5, 17, 99, 3, 42, 8, 130], [7], [60, 61, 62], [128, 0]]
 
@@ -64,6 +83,13 @@ def several(name: str, layout: dict[str, int]) -> list[Generated]:
         engine.generate(PROMPTS, 12, stop_ids=stops),
         engine.generate([[], [1]], 5, temperature=1.0, seed=9),
     ]
+
+
+def guessed(layout: dict[str, int], speculate: str = "mtp") -> tuple[list[list[int]], list[list[int]], int]:
+    """Greedy and drawn tokens of a model that guesses with its own modules, and how many guesses there were."""
+    engine = make_engine("mtp", config=EngineConfig(page=4, chunk=5, speculate=speculate, lookahead=2), **layout)
+    greedy = engine.generate(PROMPTS, 12, stop_ids=()).tokens
+    return greedy, engine.generate(PROMPTS, 12, temperature=1.0, seed=7, stop_ids=()).tokens, engine.guessed
 
 
 def full_logits(model: ParallelModel, row: list[int]) -> torch.Tensor:
@@ -132,11 +158,19 @@ def open_twin(directory: Path, config: EngineConfig, dtype: torch.dtype = torch.
     cut = inference_layout(Layout(**layout))
     rank = dist.get_rank() if dist.is_initialized() else 0
     source = HFSource(directory, check_head=rank == 0)
-    mesh = Mesh(rank, tp=cut.tp, pp=cut.pp)
+    mesh = Mesh(rank, **cut.axes)
     model = ParallelModel(source.folder.model, cut, mesh, dtype, torch.device("cpu"), 3)
     load_weights(model, source)
     source.close()
     return Engine(model, NullTokenizer(model.config.vocab_size), config)
+
+
+def long_prompts(directory: str, layout: dict[str, int]) -> tuple[list[Any], int]:
+    """Greedy tokens with log-probabilities after prompts of many tokens, in float64, and how many passes they took."""
+    engine = open_twin(Path(directory), EngineConfig(page=8, chunk=120), torch.float64, **layout)
+    prompts = [[(7 * i * i + j) % 131 for i in range(1, n)] for j, n in enumerate((150, 3, 41))]
+    rows = [row for rows in engine.answer(prompts, Wish(ending=Ending(6))) for row in rows]
+    return [(r.new, r.logprobs) for r in rows], engine.runner.passes
 
 
 def twins_agree(directory: str, prompts: list[list[int]], layout: dict[str, int]) -> list[Any]:

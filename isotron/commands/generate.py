@@ -29,7 +29,7 @@ OWN = {
     **ENGINE,
     **JSON,
 }
-SHARED = {n: catalogue()[n] for n in ("load", "tp", "pp", "ep", "etp", "device", "dtype", "seed")}
+SHARED = {n: catalogue()[n] for n in ("load", "tp", "pp", "cp", "ep", "etp", "device", "dtype", "seed")}
 TOKENIZER = {n: o for n, o in catalogue().items() if o.section == "tokenizer"}
 # a generation has no batch schedule, data or optimizer; the run that wrote the checkpoint was checked for them
 UNUSED = (

@@ -24,6 +24,7 @@ import torch.nn as nn
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from isotron.core import comm
 from isotron.core.nn.attention import Causal
 from isotron.core.nn.context import Context
 from isotron.core.nn.kernels import EXPLICIT_QUERIES, capped
@@ -77,8 +78,9 @@ class PagedCore(nn.Module):
         if self.kept is None:
             self.kept = self.cache.room(k_TK1N), self.cache.room(v_TK1N)
         k_KTN, v_KTN = k_TK1N[:, :, 0].transpose(0, 1), v_TK1N[:, :, 0].transpose(0, 1)
-        self.kept[0].index_copy_(1, now.slots_T, k_KTN)
-        self.kept[1].index_copy_(1, now.slots_T, v_KTN)
+        for kept, new_KTN in zip(self.kept, (k_KTN, v_KTN), strict=True):
+            whole = new_KTN if now.spread is None else comm.all_gather(new_KTN.contiguous(), now.spread, 1)
+            kept.index_copy_(1, now.slots_T, whole)
         q_THN = q_TH1N[:, :, 0]
         if not now.long:
             return self._short(q_THN, self.kept, now)[:, :, None]
@@ -92,6 +94,9 @@ class PagedCore(nn.Module):
 
     def _short(self, q_THN: Tensor, kept: tuple[Tensor, Tensor], now: Pass) -> Tensor:
         """o_THN of the short spans."""
+        slots = now.alone(self.window)
+        if slots is not None:
+            return self._alone(q_THN, kept[0][:, slots], kept[1][:, slots])
         view, kv = now.by_page(self.window), kept[0].shape[0]
         q_RSKGN = (q_THN[:, None] if now.single else q_THN[now.take_RS]).unflatten(2, (kv, -1))
         q_EKQN = q_RSKGN.index_select(0, view.row_E).transpose(1, 2).flatten(2, 3)
@@ -101,6 +106,14 @@ class PagedCore(nn.Module):
         o_RKQN = combine(o_EKQN, lse_EKQ, view, groups)
         o = o_RKQN.unflatten(2, (-1, groups)).transpose(1, 2).flatten(2, 3)  # R S H N
         return o[:, 0] if now.single else o.flatten(0, 1)[now.back_T]
+
+    def _alone(self, q_1HN: Tensor, k_KPN: Tensor, v_KPN: Tensor) -> Tensor:
+        """o_1HN of the only token of a pass, whose sequence lies in a row: there is nothing to mask or to combine."""
+        wide = torch.promote_types(q_1HN.dtype, torch.float32)
+        q_KGN = q_1HN[0].unflatten(0, (k_KPN.shape[0], -1))
+        scores = (q_KGN @ k_KPN.transpose(1, 2)).to(wide) * (self.scale or q_KGN.shape[-1] ** -0.5)
+        p = torch.softmax(capped(scores, self.softcap), -1)
+        return (p.to(v_KPN.dtype) @ v_KPN).flatten(0, 1)[None]
 
     def _pages(self, kept_KTN: Tensor, view: ByPage) -> Tensor:
         """[E, K, P, N]: in place where the pages lie together, else a copy."""
@@ -186,19 +199,26 @@ def combine(o_EKQN: Tensor, lse_EKQ: Tensor, view: ByPage, groups: int) -> Tenso
 # ---- putting cores into a model ------------------------------------------------------------------------------------
 
 
+def plain_core(layer: Any) -> Any:
+    """The core of a layer on one process, also where context parallelism stands around it; None for other modules."""
+    core = getattr(layer, "core", None)
+    core = getattr(core, "plain", core)
+    return core if isinstance(core, Causal) else None
+
+
 @contextmanager
 def cached(module: nn.Module, cache: Cache) -> Iterator[None]:
     """Inside, `module` is in evaluation mode and its attention layers keep their tokens in `cache`.
 
     Afterwards the module is what it was before, so that training can go on.
     """
-    layers: list[Any] = [layer for layer in module.modules() if isinstance(getattr(layer, "core", None), Causal)]
+    layers: list[Any] = [layer for layer in module.modules() if plain_core(layer) is not None]
     before = [(layer, layer.core) for layer in layers]
     modes = [(part, part.training) for part in module.modules()]
     module.eval()
     try:
         for layer in layers:
-            layer.core = PagedCore(cache, layer.core)
+            layer.core = PagedCore(cache, plain_core(layer))
         yield
     finally:
         for layer, core in before:

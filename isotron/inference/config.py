@@ -88,7 +88,7 @@ class Ending:
 class EngineConfig:
     """rows: sequences at work at once. page: tokens of a page of the cache. chunk: tokens of one pass, beyond which
     prompts wait for the next. reuse: sequences with the same beginning share its pages. lookahead: tokens guessed
-    ahead by `speculate` (none, ngram, draft)."""
+    ahead by `speculate` (none, ngram, draft, mtp)."""
 
     rows: int = 32
     page: int = 64
@@ -99,7 +99,7 @@ class EngineConfig:
 
     def problems(self) -> list[Problem]:
         """Every value out of range."""
-        kinds = ("none", "ngram", "draft")
+        kinds = ("none", "ngram", "draft", "mtp")
         rules = (
             (f"--max-batch {self.rows}", self.rows >= 1, "at least one sequence is at work", "--max-batch 32"),
             (f"--page {self.page}", self.page >= 1, "a page holds one token or more", "--page 64"),

@@ -34,7 +34,7 @@ from isotron.inference.row import Row
 from isotron.inference.runner import Runner
 from isotron.inference.sampling import NOT_A_TOKEN, Draw, choose, likeliest, own_logprobs
 from isotron.inference.scheduler import Scheduler, Work
-from isotron.inference.speculate import FromDraft, FromText, Guesser, accepted
+from isotron.inference.speculate import FromDraft, FromHeads, FromText, Guesser, accepted
 from isotron.inference.text import Text
 from isotron.tokenizers.base import Tokenizer
 
@@ -86,13 +86,16 @@ class Engine:
                 draft = Runner(self.draft)
                 stack.enter_context(draft.opened(count, self.config.page))
                 self.guesser = FromDraft(draft, self._decide_guesses, self.runner.stretch_begins)
+            elif self.config.speculate == "mtp":
+                self.guesser = FromHeads(self.runner, self._decide_guesses, self.runner.stretch_begins)
             elif self.config.speculate == "ngram":
                 self.guesser = FromText(self.runner.stretch_begins)
             self.scheduler = Scheduler(pages, self.config, self.runner.stretch_begins)
             try:
                 yield
             finally:
-                self.scheduler = self.guesser = None
+                self.scheduler = self.guesser = self.runner.outputs = None
+                self.runner.keeps_outputs = False
 
     @property
     def at_work(self) -> Scheduler:
@@ -154,6 +157,8 @@ class Engine:
         work = scheduler.plan()
         spans = [self._span(w) for w in work]
         logits = self.runner.run(spans, [w.wanted for w in work])
+        if self.guesser is not None:
+            self.guesser.saw([w.row for w in work], spans)
         grown = [w for w in work if w.wanted]
         draws = [d for w in grown for d in _draws(w, self.runner.decides)]
         told = self._told(logits, draws, [w.row.wish for w in grown for _ in range(w.wanted)])
@@ -344,6 +349,12 @@ def _check_config(config: EngineConfig, model: ParallelModel, draft: ParallelMod
     if config.speculate == "draft" and draft is None:
         asked = "--speculate draft without a draft model"
         problems.append(Problem(asked, "it guesses the tokens", "--draft DIR with a smaller model"))
+    if config.speculate == "mtp" and not getattr(model.config, "mtp_num_layers", 0):
+        case = "the model has no module for tokens further ahead (mtp_num_layers)"
+        problems.append(Problem("--speculate mtp", case, "--speculate ngram"))
+    if config.speculate == "mtp" and model.layout.cp > 1:
+        case = "the module reads the model's output at every place of a prompt, which is cut over the ranks"
+        problems.append(Problem(f"--speculate mtp --cp {model.layout.cp}", case, "--speculate ngram"))
     if draft is not None:
         check_model(draft)
         if draft.config.vocab_size != model.config.vocab_size:

@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from isotron.core.mesh import Group
+
 SHORT = 8  # tokens of a span that still attends page by page
 
 
@@ -56,13 +58,18 @@ class ByPage:
 
 @dataclass
 class Pass:
-    """Tokens, positions and slots of a pass, short spans first."""
+    """Tokens, positions and slots of a pass, short spans first.
+
+    `spread`: ranks that each have an equal part of one span, in their order; `slots_T` are then those of all parts.
+    """
 
     spans: list[Span]
     page: int
     device: torch.device
     dtype: torch.dtype
+    spread: Group | None = None
     _by_page: dict[int, ByPage] = field(default_factory=dict)
+    _alone: dict[int, slice | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.short = [s for s in self.spans if s.count <= SHORT]
@@ -74,7 +81,7 @@ class Pass:
         for s in self.spans:
             tokens += s.tokens[s.start : s.end]
             positions += range(s.start, s.end)
-            slots += [s.table[p // self.page] * self.page + p % self.page for p in range(s.start, s.end)]
+            slots += [s.table[p // self.page] * self.page + p % self.page for p in self._written(s)]
         self.tokens_T = self._ints(tokens)
         self.positions_T = self._ints(positions)
         self.slots_T = self._ints(slots)
@@ -83,6 +90,13 @@ class Pass:
         self.single = self.widest == 1
         if not self.single:
             self._index_tokens()
+
+    def _written(self, span: Span) -> range:
+        """The positions whose keys and values come into the cache."""
+        if self.spread is None:
+            return range(span.start, span.end)
+        first = span.start - self.spread.index * span.count
+        return range(first, first + self.spread.size * span.count)
 
     def _ints(self, values: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
         return torch.tensor(values, dtype=torch.long).to(self.device, non_blocking=True)
@@ -95,6 +109,21 @@ class Pass:
             back += [r * self.widest + i for i in range(s.count)]
             first += s.count
         self.take_RS, self.back_T = self._ints(take), self._ints(back)
+
+    def alone(self, window: int) -> slice | None:
+        """The slots that the pass's only token sees, itself included, where they lie in a row; None where not so."""
+        if window not in self._alone:
+            self._alone[window] = self._row_of_slots(window) if len(self.tokens_T) == 1 else None
+        return self._alone[window]
+
+    def _row_of_slots(self, window: int) -> slice | None:
+        (s,) = self.spans
+        seen = max(0, s.end - window) if window else 0
+        pages = s.table[seen // self.page : (s.end - 1) // self.page + 1]
+        if any(b != a + 1 for a, b in zip(pages, pages[1:], strict=False)):
+            return None
+        first = pages[0] * self.page + seen % self.page
+        return slice(first, first + s.end - seen)
 
     def by_page(self, window: int) -> ByPage:
         """The short spans' view of the cache; computed once per window."""

@@ -23,7 +23,7 @@ from isotron.core.nn.context import Context
 from isotron.core.parallel.model import ParallelModel
 from isotron.inference.cache import Cache, cached
 from isotron.inference.lean import lean
-from isotron.inference.plan import Pass, Span
+from isotron.inference.plan import SHORT, Pass, Span
 
 
 class Runner:
@@ -39,6 +39,8 @@ class Runner:
         self.decides = self.world.index == self.decider
         self.cache: Cache | None = None
         self.passes = 0
+        self.keeps_outputs = False
+        self.outputs: tuple[list[Span], list[Tensor]] | None = None  # of the last pass: normed, [T, D] for each span
 
     @property
     def stretch_begins(self) -> int:
@@ -68,20 +70,73 @@ class Runner:
         """Logits [O, V] on the ranks of the last stage: of the last `wanted[i]` tokens of span i (0: of none)."""
         if self.cache is None:
             raise RuntimeError("passes are run inside Runner.opened")
+        spans = [self._spread(s) for s in spans] if self.mesh.sizes["cp"] > 1 else spans
         now = Pass(list(spans), self.cache.page, self.model.device, self.model.dtype)
-        self.passes += 1
-        batch = _batch(now)
-        self.cache.now = now
-        self.turns.take(now, batch)
-        x_T1D = self.module.hidden(batch, self._receive(batch))
-        self.cache.now = None
-        if not self.module.is_last:
-            self._send(x_T1D)
+        x_T1D = self._through(now, self.cache)
+        if x_T1D is None:
             return None
+        if self.keeps_outputs:
+            parts = self.module.norm(x_T1D)[:, 0].split([s.count for s in now.spans])
+            self.outputs = now.spans, list(parts)
         asked = {id(s): n for s, n in zip(spans, wanted, strict=True)}
         x_O1D = x_T1D[_asked_tokens(now, asked)]
         logits = self.module.logits_of(x_O1D)[:, 0]
         return _in_given_order(self._whole_vocabulary(logits), spans, now, asked)
+
+    def _through(self, now: Pass, cache: Cache) -> Tensor | None:
+        """x_T1D of the last stage's blocks; the other stages send theirs on."""
+        self.passes += 1
+        batch = _batch(now)
+        cache.now = now
+        self.turns.take(now, batch)
+        x_T1D: Tensor = self.module.hidden(batch, self._receive(batch))
+        cache.now = None
+        if self.module.is_last:
+            return x_T1D
+        self._send(x_T1D)
+        return None
+
+    def _spread(self, span: Span) -> Span:
+        """Run a long span in equal parts on the context-parallel ranks, but for its last tokens, which are left.
+
+        Keys and values of all parts come to every rank's cache, so that all of them can go on with any sequence.
+        """
+        group = self.mesh.group("cp")
+        each = (span.count - 1) // group.size
+        if each <= SHORT or self.cache is None:
+            return span
+        part = replace(span, start=span.start + group.index * each, count=each)
+        self._through(Pass([part], self.cache.page, self.model.device, self.model.dtype, group), self.cache)
+        done = each * group.size
+        return replace(span, start=span.start + done, count=span.count - done)
+
+    @torch.inference_mode()
+    def predict(
+        self, spans: Sequence[Span], given: Sequence[Tensor | None]
+    ) -> tuple[Tensor | None, list[Tensor | None]]:
+        """What the first module for tokens further ahead gives at the last place of each span: logits [O, V], and its
+        outputs [1, D]; on the ranks of the last stage, elsewhere nothing.
+
+        `given`: outputs [T, D] of the model, or of the module, at the places of each span.
+        """
+        if self.cache is None:
+            raise RuntimeError("passes are run inside Runner.opened")
+        if not self.module.is_last:
+            return None, [None] * len(spans)
+        now = Pass(list(spans), self.cache.page, self.model.device, self.model.dtype)
+        batch = _batch(now)
+        self.cache.now = now
+        self.turns.take(now, batch)
+        x_of = {id(s): x for s, x in zip(spans, given, strict=True)}
+        x_T1D = torch.cat([x for s in now.spans for x in [x_of[id(s)]] if x is not None])[:, None]
+        context = self.turns(batch, x_T1D.dtype)
+        x_T1D = self.module.mtp[0](self.module.mtp_embed(batch.tokens), x_T1D, context)
+        self.cache.now = None
+        asked = {id(s): 1 for s in spans}
+        x_O1D = x_T1D[_asked_tokens(now, asked)]
+        logits = self._whole_vocabulary(self.module.head.logits(x_O1D)[:, 0])
+        outputs = dict(zip(map(id, now.spans), x_O1D.unbind(0), strict=True))
+        return _in_given_order(logits, spans, now, asked), [outputs[id(s)] for s in spans]
 
     def tell(self, values: Tensor) -> Tensor:
         """The decider's tensor on every rank, in place."""

@@ -179,7 +179,8 @@ def test_logits_that_are_no_numbers():
 
 
 def test_layouts_of_training_are_refused_and_corrected():
-    layout = Layout(tp=2, pp=2, dp=2, vpp=2, sequence_parallel=True, layers_per_stage=(1, 1, 1, 2), recompute="full")
+    layout = Layout(tp=2, pp=2, dp=2, vpp=2, sequence_parallel=True, layers_per_stage=(1, 1, 1, 2), recompute="full",
+                    cp=2, ep=2)  # fmt: skip
     model = SimpleNamespace(layout=layout, mesh=SimpleNamespace(sizes={"tp": 2, "cp": 2, "dp": 2, "pp": 2}))
     with pytest.raises(Refused) as refusal:
         check_model(model)

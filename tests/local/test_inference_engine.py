@@ -8,6 +8,7 @@ import re
 import pytest
 import torch
 
+from isotron.core.batch import Batch
 from isotron.core.errors import Refused
 from isotron.inference.beam import Beams, search
 from isotron.inference.config import Ending, EngineConfig, Sampling, Wish
@@ -30,7 +31,7 @@ def padded(rows: list[list[int]]) -> dict[str, torch.Tensor]:
 LONG = [[(7 * i * i + j) % 131 for i in range(1, n)] for j, n in enumerate((40, 3, 70, 21))]
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "qwen2-window", "qwen3", "mistral", "neox", "phi3"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "qwen2-window", "qwen3", "mistral", "neox", "phi3", "mixtral"])
 def test_greedy_tokens_and_logprobs_are_those_of_transformers(name, tmp_path):
     theirs, engine = twin_engine(name, tmp_path, CONFIG)
     rows = [r for r in engine.answer(LONG, Wish(ending=Ending(12), tops=3))]
@@ -74,6 +75,46 @@ def test_guesses_change_no_token(kind, sampling):
         assert engine.accepted == engine.guessed > 30 and engine.runner.passes < 25
     else:
         assert engine.guessed > 0
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0, seed=4)])
+def test_the_models_own_modules_guess(sampling):
+    """Tokens as without; the first guess of every step is what the module chooses in the training forward."""
+    prompts, wish = [[1, 2, 3, 4, 1, 2, 3, 4, 1, 2, 11, 12], [7, 7, 7], [9]], Wish(sampling, Ending(20))
+    plain = make_engine("mtp").answer(prompts, wish)
+    engine = make_engine("mtp", config=EngineConfig(page=4, chunk=5, speculate="mtp", lookahead=2))
+    first: dict[tuple[int, ...], int] = {}
+    with engine.opened(400):
+        rows = [engine.add(p, wish, i)[0] for i, p in enumerate(prompts)]
+        while not engine.idle:
+            before = [list(row.tokens) for row in rows]
+            guess = engine.guesser.guess
+
+            def watched(found, most, guess=guess):
+                guess(found, most)
+                first.update({tuple(r.tokens): r.guesses[0] for r in found if r.guesses})
+
+            engine.guesser.guess = watched
+            engine.step()
+            engine.guesser.guess = guess
+            assert all(row.tokens[: len(old)] == old for row, old in zip(rows, before, strict=True))
+    assert [r.new for r in rows] == [answers[0].new for answers in plain]
+    assert engine.guessed > 20 and len(first) > 10
+    if sampling.temperature == 0:
+        assert all(further(list(tokens)) == token for tokens, token in first.items())
+
+
+def further(row: list[int]) -> int:
+    """The token after the next, by the training modules: from the output at the last place but one."""
+    model = make_model("mtp")
+    (stage,) = model.stages.values()
+    module, tokens = stage.module.eval(), torch.tensor([row])
+    seen = tokens[:, :-1]
+    batch = Batch(seen, tokens[:, 1:], torch.ones(seen.shape), torch.arange(len(row) - 1)[None], torch.zeros(1).long())
+    with torch.no_grad():
+        x = module.norm(module.hidden(batch, {}))
+        x = module.mtp[0](module.mtp_embed(batch.labels), x, module._context(batch, x.dtype))
+        return int(module.head.logits(x)[0, -1, :131].argmax())
 
 
 def test_a_wrong_guess_is_replaced():
@@ -214,6 +255,7 @@ def test_answers_follow_a_grammar():
         (EngineConfig(0, 0, 0, lookahead=9), None, ["--max-batch 0", "--page 0", "--chunk 0", "--lookahead 9"]),
         (EngineConfig(speculate="draft"), None, ["without a draft model"]),
         (EngineConfig(speculate="guess"), None, ["--speculate guess"]),
+        (EngineConfig(speculate="mtp"), None, ["--speculate mtp", "mtp_num_layers"]),
     ],
 )  # fmt: skip
 def test_engines_that_cannot_be(config, draft, words):

@@ -14,7 +14,7 @@ from isotron.core.checkpoint.load import Source
 from isotron.core.errors import Refused
 from isotron.launch import run_local
 from tests import hf_twins
-from tests.generation import broken, loaded, make_engine, narrow, save_run, several, twins_agree
+from tests.generation import broken, guessed, loaded, long_prompts, make_engine, narrow, save_run, several, twins_agree
 from tests.serving import call
 
 LAYOUTS = {
@@ -48,6 +48,27 @@ def test_same_tokens_as_one_process(ranks, layout, name):
                 assert a == pytest.approx(b, abs=1e-9)
 
 
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2}], ids=str)
+def test_guesses_of_the_models_own_modules(ranks, layout):
+    plain = guessed({}, "none")
+    for greedy, drawn, count in ranks(2, guessed, layout):
+        assert (greedy, drawn) == plain[:2] and count > 20
+
+
+LONG = [("llama", {"cp": 2}), ("gemma2", {"cp": 2, "tp": 2}), ("deepseek_v3", {"cp": 2, "pp": 2})]
+
+
+@pytest.mark.parametrize(("name", "layout"), LONG, ids=str)
+def test_long_prompts_over_ranks(ranks, name, layout, tmp_path):
+    hf_twins.save(name, tmp_path, torch.float64)
+    right, passes = long_prompts(str(tmp_path), {})
+    for found, more in ranks(2 * layout.get("tp", 1) * layout.get("pp", 1), long_prompts, str(tmp_path), layout):
+        assert more >= passes + 2  # parts of prompts are passes of their own
+        assert [new for new, _ in found] == [new for new, _ in right]
+        for (_, mine), (_, alone) in zip(found, right, strict=True):
+            assert mine == pytest.approx(alone, abs=1e-9)
+
+
 @pytest.mark.parametrize("layout", [{"tp": 4}, {"pp": 4}, {"tp": 2, "pp": 2}], ids=str)
 def test_a_checkpoint_in_another_layout(ranks, layout, tmp_path):
     step = save_run("llama-tied", tmp_path)
@@ -61,8 +82,11 @@ def test_a_checkpoint_in_another_layout(ranks, layout, tmp_path):
 MIXED = [[(7 * i * i + j) % 131 for i in range(1, n)] for j, n in enumerate((40, 3, 21))]
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "qwen2-window"])
-@pytest.mark.parametrize("layout", [{}, {"tp": 2}, {"pp": 2}], ids=["1", "TP2", "PP2"])
+EP2 = {"tp": 2, "ep": 2, "etp": 1}
+TWINS = [(name, cut) for name in ("gpt2", "llama", "qwen2-window", "mixtral") for cut in ({}, {"tp": 2}, {"pp": 2})]
+
+
+@pytest.mark.parametrize(("name", "layout"), [*TWINS, ("mixtral", EP2)], ids=str)
 def test_tokens_and_logprobs_of_transformers(ranks, name, layout, tmp_path):
     theirs = hf_twins.save(name, tmp_path)
     alone = twins_agree(str(tmp_path), MIXED, {})
@@ -100,9 +124,26 @@ def test_the_command_on_two_processes(tmp_path, capfd):
     assert [r["tokens"] for r in report["results"]] == expected.tokens
 
 
-def test_a_server_on_two_processes(tmp_path):
+@pytest.mark.slow
+def test_the_command_with_experts_on_two_processes(tmp_path, capfd):
+    from isotron import cli
+
+    hf_twins.save("mixtral", tmp_path)
+    expected = twins_agree(str(tmp_path), [[5, 17]], {})[0]
+    words = ["--load", str(tmp_path), "--prompt", "5 17", "--max-new-tokens", "8", "--temperature", "0", "--json"]
+    assert cli.main(["generate", *words, "--tp", "2", "--ep", "2", "--etp", "1", "--device", "cpu"]) == 0
+    (result,) = json.loads(capfd.readouterr().out)["results"]
+    assert result["tokens"] == expected[0]
+    words[3] = " ".join(map(str, range(40)))
+    assert cli.main(["generate", *words, "--cp", "2", "--device", "cpu"]) == 0
+    (result,) = json.loads(capfd.readouterr().out)["results"]
+    assert result["tokens"] == twins_agree(str(tmp_path), [list(range(40))], {})[0][0]
+
+
+@pytest.mark.parametrize("cut", ["--pp", pytest.param("--tp", marks=pytest.mark.slow)])
+def test_a_server_on_two_processes(cut, tmp_path):
     step = save_run("gpt", tmp_path)
-    words = ["serve", "--load", str(step), "--tp", "2", "--port", "0", "--dtype", "float32", "--chunk", "4", "--json"]
+    words = ["serve", "--load", str(step), cut, "2", "--port", "0", "--dtype", "float32", "--chunk", "4", "--json"]
     process = subprocess.Popen([sys.executable, "-m", "isotron", *words], stdout=subprocess.PIPE, text=True)
     try:
         said = json.loads(process.stdout.readline())
