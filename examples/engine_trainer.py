@@ -1,6 +1,6 @@
 """The core inside Hugging Face's Trainer: batches, logging and callbacks are the Trainer's, steps are the engine's.
 
-Needs transformers and accelerate. python examples/engine_trainer.py
+Needs transformers and accelerate. python examples/engine_trainer.py, or torchrun --nproc-per-node 2 .. for two ranks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,12 @@ CONFIG = {
 
 
 class EngineTrainer(Trainer):
-    """A Trainer whose backward, update and schedule are an engine's."""
+    """A Trainer whose backward, update and schedule are an engine's, and so is what ranks tell each other."""
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Accelerate would put DistributedDataParallel around the model, which sums gradients a second time."""
+        super().create_accelerator_and_postprocess()
+        self.accelerator.prepare_model = lambda model, *_, **__: model
 
     def create_optimizer(self, *_: Any) -> torch.optim.Optimizer:
         """The engine owns the optimizer and its schedule; the Trainer's own step nothing."""

@@ -63,16 +63,7 @@ def test_a_directory_that_is_not_there_is_refused() -> None:
         Disk("nowhere", 4096)
 
 
-@pytest.mark.parametrize(
-    ("cfg", "says"),
-    [
-        (OptimConfig(optimizer="muon"), "--optimizer adamw"),
-        (OptimConfig(param_groups=("w:optimizer=muon",)), "whole matrices"),
-        (OptimConfig(master_remainders=True), "one of the two"),
-    ],
-)
-def test_what_cannot_be_offloaded_is_refused(cfg: OptimConfig, says: str) -> None:
-    weight = numbers(8, 4).bfloat16()
-    one = replace(view(weight, torch.zeros(8, 4)))
-    with pytest.raises(Refused, match=says):
-        Optimizer([one], cfg, offload=Offload(1.0))
+def test_what_cannot_be_offloaded_is_refused() -> None:
+    one = replace(view(numbers(8, 4).bfloat16(), torch.zeros(8, 4)))
+    with pytest.raises(Refused, match="one of the two"):
+        Optimizer([one], OptimConfig(master_remainders=True), offload=Offload(1.0))

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,6 +38,24 @@ def test_in_the_trainer_of_hugging_face() -> None:
     pytest.importorskip("accelerate")
     first, last = example("engine_trainer").train()
     assert last < 0.8 * first
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "bound"),
+    [
+        ("-m torch.distributed.run --standalone --nproc-per-node 2 {}/engine_trainer.py", 0.9),
+        ("{}/engine_fabric.py 2", 0.5),
+    ],
+)
+def test_in_both_on_two_processes(words: str, bound: float) -> None:
+    """Every rank prints the losses that it saw first and last."""
+    command = [sys.executable, *words.format(EXAMPLES).split()]
+    environment = {**os.environ, "PYTHONPATH": str(EXAMPLES.parent), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    losses = re.findall(r"loss ([\d.]+) -> ([\d.]+)", done.stdout)
+    assert len(losses) == 2 and all(float(last) < bound * float(first) for first, last in losses), done.stdout
 
 
 def test_in_lightning_fabric() -> None:
