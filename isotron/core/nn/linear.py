@@ -143,7 +143,7 @@ def sink_of(p: Tensor) -> GradSink | None:
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, pre: Any, enter: Any, leave: Any, unasked: Any
+        ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, pre: Any, enter: Any, leave: Any, unasked: Any = None
     ) -> Tensor:
         ctx.pre, ctx.enter, ctx.leave, ctx.sink = pre, enter, leave, sink_of(w)
         ctx.bias_sink = None if bias is None else sink_of(bias)
