@@ -51,8 +51,12 @@ def there_and_back(source: Path, scratch: Path, **options: Any) -> Path:
     return scratch / "theirs"
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", TWINS)
+BOTH = [(name, (torch.float32, torch.bfloat16)[i % 2]) for i, name in enumerate(TWINS)]
+REST = [pytest.param(name, dtype, marks=pytest.mark.slow) for name in TWINS for dtype in (torch.float32, torch.bfloat16)
+        if (name, dtype) not in BOTH]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "dtype"), [*BOTH, *REST])
 def test_there_and_back(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     save(name, tmp_path / "source", dtype)
     back = there_and_back(tmp_path / "source", tmp_path)

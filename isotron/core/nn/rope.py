@@ -159,5 +159,11 @@ def rotate(x_BSHN: Tensor, rope: Angles) -> Tensor:
     """Turn every head of x by the angles of its position; elements beyond the angles stay as they are."""
     turned = 2 * rope[0].shape[-1]
     if turned == x_BSHN.shape[-1]:
-        return _Rotate.apply(x_BSHN, *rope)
-    return torch.cat((_Rotate.apply(x_BSHN[..., :turned], *rope), x_BSHN[..., turned:]), -1)
+        return _rotated(x_BSHN, rope)
+    return torch.cat((_rotated(x_BSHN[..., :turned], rope), x_BSHN[..., turned:]), -1)
+
+
+def _rotated(x: Tensor, rope: Angles) -> Tensor:
+    if torch.is_inference_mode_enabled():  # nothing is kept, and the operation itself is a good part of the time
+        return _turn(x, *rope, 1.0)
+    return _Rotate.apply(x, *rope)
