@@ -18,7 +18,7 @@ from isotron.core.checkpoint.format import FileEntry
 from isotron.core.errors import refuse
 from isotron.hub.check import Line, check_result, table
 from isotron.hub.families import spelling_of
-from isotron.hub.megatron.targets import megatron_target
+from isotron.hub.megatron_targets import megatron_target
 from isotron.hub.opened import Opened, open_model
 from isotron.hub.progress import NAME, Progress
 from isotron.hub.targets import Files, HuggingFace, Isotron, Meta, Target, make_room
