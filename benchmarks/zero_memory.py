@@ -136,7 +136,7 @@ def fsdp2() -> Step:
 
 def deepspeed(zero: int) -> Step:
     """transformers' model in DeepSpeed's engine."""
-    os.environ["DS_ACCELERATOR"] = "cpu"
+    os.environ |= {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": str(dist.get_rank()), "LOCAL_SIZE": str(WORLD)}
     import deepspeed as theirs  # type: ignore[import-not-found, unused-ignore]
 
     model = transformers_model()
