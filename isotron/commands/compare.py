@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -38,7 +39,7 @@ def run(words: Sequence[str]) -> int:
         raise Refused(problems)
     rows = _rows(places[0], places[1], values)
     if values["json"]:
-        print(json.dumps({"a": places[0], "b": places[1], "rows": [asdict(row) for row in rows]}))
+        print(json.dumps({"a": places[0], "b": places[1], "rows": list(map(_facts, rows))}))
     else:
         print("\n".join(_lines(rows)))
     return 0 if all(row.close for row in rows) else 1
@@ -77,10 +78,15 @@ def _tokens(path: str, values: Mapping[str, Any]) -> Any:
     return torch.tensor([ids])
 
 
+def _facts(row: Any) -> dict[str, Any]:
+    """A row for JSON, which has no numbers that are not finite."""
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in asdict(row).items()}
+
+
 def _lines(rows: Sequence[Any]) -> list[str]:
     lines = [f"{'':<14}{'difference':>12}{'of':>12}{'relative':>12}"]
     for row in rows:
-        share = row.difference / row.largest if row.largest else float(row.difference > 0)
+        share = row.difference / row.largest if row.largest else float(row.difference != 0)
         mark = "" if row.close else "  differs"
         lines.append(f"{row.what:<14}{row.difference:>12.3e}{row.largest:>12.3e}{share:>12.1e}{mark}")
     first = next((row for row in rows if not row.close), None)

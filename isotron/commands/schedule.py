@@ -63,6 +63,9 @@ def run(words: Sequence[str]) -> int:
         study(name, p, m, v, values["microbatch_group"], values["schedule_memory"], values["schedule_costs"])
         for v in stages
     ]
+    if not 0 <= values["target_bubble"] < 100:
+        asked = f"--target-bubble {values['target_bubble']:g}"
+        raise refuse(asked, "a bubble is a share of a step, in percent above 0 and below 100", "--target-bubble 15")
     wanted = [target(s, values["target_bubble"] / 100) for s in studies] if values["target_bubble"] else []
     _write(studies[0], values)
     if values["json"]:

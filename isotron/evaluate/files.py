@@ -34,10 +34,8 @@ def text_of(task: str, path: Path) -> str:
 
 def json_lines(task: str, path: Path) -> Iterator[dict[str, Any]]:
     """The objects of a JSON Lines file; blank lines are left out."""
-    with path.open(encoding="utf-8") as stream:
-        for number, line in enumerate(stream, 1):
-            if not line.strip():
-                continue
+    for number, line in _lines(task, path):
+        if line.strip():
             try:
                 found = json.loads(line)
             except ValueError as error:
@@ -58,15 +56,25 @@ def texts(task: str, path: Path, key: str) -> Iterator[str]:
 
 def table_rows(task: str, path: Path, columns: int) -> Iterator[tuple[int, list[str]]]:
     """(line, cells) of a tab-separated file behind its head line; cells are stripped, quotes mean nothing."""
+    for number, line in _lines(task, path):
+        cells = [cell.strip() for cell in line.rstrip("\n").split("\t")]
+        if number == 1 or not line.strip():
+            continue
+        if len(cells) < columns:
+            case = f"it has {len(cells)} columns, and {columns} are needed"
+            raise _wrong(task, path, number, case, f"the official file of {task}")
+        yield number, cells
+
+
+def _lines(task: str, path: Path) -> Iterator[tuple[int, str]]:
+    """(number, line) of a file in UTF-8."""
+    number = 0
     with path.open(encoding="utf-8") as stream:
-        for number, line in enumerate(stream, 1):
-            cells = [cell.strip() for cell in line.rstrip("\n").split("\t")]
-            if number == 1 or not line.strip():
-                continue
-            if len(cells) < columns:
-                case = f"it has {len(cells)} columns, and {columns} are needed"
-                raise _wrong(task, path, number, case, f"the official file of {task}")
-            yield number, cells
+        try:
+            for number, line in enumerate(stream, 1):
+                yield number, line
+        except UnicodeDecodeError as error:
+            raise _wrong(task, path, number + 1, f"it is not UTF-8: {error.reason}", "a text file") from error
 
 
 def passages(task: str, path: Path) -> Iterator[tuple[Path, dict[str, Any]]]:

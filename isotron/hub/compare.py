@@ -5,6 +5,7 @@ A model is a run, a step, a Hugging Face directory, or that directory as `transf
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -111,5 +112,5 @@ def differences(a: Activations, b: Activations, tolerance: float) -> list[Differ
             case = f"{name} has shape {list(one.shape)} in the first and {list(two.shape)} in the second"
             raise refuse("compare two models", case, "two checkpoints of models with the same sizes")
         worst, largest = float((one - two).abs().max()), float(two.abs().max())
-        found.append(Difference(name, worst, largest, worst <= tolerance * largest))
+        found.append(Difference(name, worst, largest, math.isfinite(worst) and worst <= tolerance * largest))
     return found

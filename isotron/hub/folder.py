@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -66,8 +66,23 @@ def open_folder(path: str | Path) -> Folder:
     where = f"the model in {path}"
     values = _json(path / CONFIG, where)
     spelling = spelling_of_type(str(values.get("model_type")), where)
-    model = spelling.read_config(values, where)
+    fix = "a config.json as transformers writes it, with numbers where it has numbers"
+    try:
+        model = spelling.read_config(values, where)
+    except (TypeError, ValueError, KeyError, AttributeError, ZeroDivisionError) as error:
+        raise refuse(where, f"{CONFIG} has a value of the wrong kind: {error}", fix) from error
+    wrong = [f"{f.name} = {getattr(model, f.name)!r}" for f in fields(model) if not _is_kind(model, f.name, f.type)]
+    if wrong:
+        raise refuse(where, f"{CONFIG} has values of the wrong kind: {', '.join(wrong)}", fix)
     return Folder(path, values, model, str(values.get("dtype") or values.get("torch_dtype") or "float32"), spelling)
+
+
+def _is_kind(model: Any, name: str, kind: Any) -> bool:
+    """Whether a field that is declared as a number is one."""
+    value = getattr(model, name)
+    if kind == "int":
+        return isinstance(value, int) and not isinstance(value, bool)
+    return kind != "float" or (isinstance(value, int | float) and not isinstance(value, bool))
 
 
 def end_tokens(path: Path) -> tuple[int, ...]:

@@ -66,7 +66,7 @@ def open_model(path: str | Path, vocab_size: int = 0, state: bool = False) -> Op
         return _open_folder(open_folder(where))
     if is_megatron(where):
         return _open_megatron(where, vocab_size, state)
-    step = find(where, lambda line: None) if where.is_dir() else None
+    step = find(where, lambda line: None, hashes=True) if where.is_dir() else None
     if step is None:
         case = "it is neither a checkpoint nor a Hugging Face directory (config.json with model.safetensors)"
         raise refuse(f"the model in {path}", case, "the directory of a run, of a step, or of a Hugging Face model")

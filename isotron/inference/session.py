@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 from isotron.config.schema import RunConfig, changed
 from isotron.core import comm
 from isotron.core import device as devices
-from isotron.core.checkpoint.locate import find
+from isotron.core.checkpoint.group import GroupRanks
+from isotron.core.checkpoint.locate import find_together
 from isotron.core.errors import refuse
 from isotron.core.mesh import AXES, Group, Mesh
 from isotron.hub.foreign import is_foreign
@@ -66,9 +67,10 @@ def without_training(config: RunConfig, replicas: bool = False) -> RunConfig:
 
 
 def find_step(path: str, world: Group, option: str = "--load") -> Path:
-    """The step or foreign checkpoint to load, as rank 0 sees it."""
-    step = (Path(path) if is_foreign(path) else find(path)) if world.index == 0 else None
-    chosen = comm.broadcast_json(None if step is None else str(step), world)
-    if chosen is None:
+    """The step or foreign checkpoint to load, as rank 0 sees it; a step's files are hashed, each by one rank."""
+    if comm.broadcast_json(is_foreign(path) if world.index == 0 else None, world):
+        return Path(path)
+    step = find_together(path, GroupRanks(world))
+    if step is None:
         raise refuse(f"{option} {path}", "there is no complete checkpoint", f"{option} with the directory of a run")
-    return Path(chosen)
+    return step

@@ -65,9 +65,13 @@ def known() -> dict[str, Hardware]:
 
 def read(path: str) -> Hardware:
     """A device from a file like the data file, with one table: what `--calibrate` writes."""
-    rows = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    name, row = next(iter(rows.items()))
-    return _device(name, row)
+    try:
+        rows = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        name, row = next(iter(rows.items()))
+        return _device(name, row)
+    except (ValueError, KeyError, TypeError, AttributeError, StopIteration) as error:
+        what = f"{path} describes no device: {type(error).__name__}, {error}"
+        raise refuse(f"--gpu {path}", what, "--gpu h100, or the file that `isotron plan --calibrate` writes") from error
 
 
 def _device(name: str, row: Mapping[str, Any]) -> Hardware:

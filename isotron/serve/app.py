@@ -124,13 +124,20 @@ class Server:
 
     # ---- bodies ----------------------------------------------------------------------------------------------------
 
+    def ids(self, text: str) -> list[int]:
+        """The tokens of a text that a request brought."""
+        try:
+            return self.tokenizer.encode(text)
+        except Refused as error:
+            raise protocol.refused(error) from error
+
     def encoded(self, prompt: Any) -> list[list[int]]:
         """The prompts of a completion: texts, or tokens."""
         one = isinstance(prompt, str) or (isinstance(prompt, list) and prompt and isinstance(prompt[0], int))
         found = []
         for p in [prompt] if one else prompt:
             if isinstance(p, str):
-                found.append(self.prefix + self.tokenizer.encode(p) or [self.tokenizer.eod])
+                found.append(self.prefix + self.ids(p) or [self.tokenizer.eod])
             elif isinstance(p, list) and p and all(isinstance(t, int) and not isinstance(t, bool) for t in p):
                 found.append(p)
             else:
@@ -240,7 +247,7 @@ class _Routes:
             raise Bad(str(error), "messages") from error
         if body.get("top_logprobs") and not body.get("logprobs"):
             raise Bad("top_logprobs needs logprobs: true", "top_logprobs")
-        prompts = [server.tokenizer.encode(text) or [server.tokenizer.eod]]
+        prompts = [server.ids(text) or [server.tokenizer.eod]]
         wish = protocol.wish_of(body, body.get("top_logprobs", 0), server.given)
         form = Form(server.name, True, bool(body.get("logprobs")), server.tokenizer)
         return await self._reply(request, body, form, prompts, wish)

@@ -157,6 +157,28 @@ def need_library(name: str, wanted_by: str) -> Any:
         raise refuse(wanted_by, f"it needs the package {name}: {error}", f"pip install {name}") from error
 
 
+def ids_by(library: Any, texts: list[str]) -> list[list[int]]:
+    """The ids of each text by a tokenizer of the package `tokenizers`, without special tokens around them."""
+    try:
+        return [encoding.ids for encoding in library.encode_batch_fast(texts, add_special_tokens=False)]
+    except TypeError as error:
+        raise not_unicode(texts) from error
+
+
+def not_unicode(texts: list[str]) -> Exception:
+    """The refusal of texts with halves of surrogate pairs: what bytes that are not UTF-8 become on a command line."""
+    wrong = next((text for text in texts if not _is_unicode(text)), "")
+    return refuse(f"the text {ascii(wrong[:60])}", "it holds characters that UTF-8 cannot write", "text in UTF-8")
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def unreadable(option: str, path: Path, error: Exception, kind: str) -> Exception:
     """The refusal of a file that its library cannot read."""
     return refuse(f"{option} {path}", f"it is not a readable {kind}: {error}", f"{option} with a complete {kind}")

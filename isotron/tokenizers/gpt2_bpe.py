@@ -10,7 +10,16 @@ from functools import cached_property
 from pathlib import Path
 
 from isotron.core.errors import refuse
-from isotron.tokenizers.base import END_OF_TEXT, FileTokenizer, Flat, joined, need_file, need_library, unreadable
+from isotron.tokenizers.base import (
+    END_OF_TEXT,
+    FileTokenizer,
+    Flat,
+    ids_by,
+    joined,
+    need_file,
+    need_library,
+    unreadable,
+)
 from isotron.tokenizers.fast import FastBPE, fast_bpe
 
 
@@ -45,7 +54,7 @@ class GPT2BPETokenizer(FileTokenizer):
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         """The ids of each text."""
-        return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+        return ids_by(self._tokenizer, texts)
 
     def decode(self, ids: list[int]) -> str:
         """The text of `ids`; bytes that are not UTF-8 become U+FFFD."""

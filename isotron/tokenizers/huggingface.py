@@ -14,7 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from isotron.core.errors import refuse
-from isotron.tokenizers.base import END_OF_TEXT, FileTokenizer, Flat, joined, need_file, need_library, unreadable
+from isotron.tokenizers.base import (
+    END_OF_TEXT,
+    FileTokenizer,
+    Flat,
+    ids_by,
+    joined,
+    need_file,
+    need_library,
+    unreadable,
+)
 from isotron.tokenizers.fast import FastBPE, fast_bpe
 
 KNOWN_ENDS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<|end▁of▁sentence|>", "<eos>", "[EOS]", "[SEP]")
@@ -64,7 +73,7 @@ class HuggingFaceTokenizer(FileTokenizer):
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         """The ids of each text, without the special tokens a post-processor would add."""
-        return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+        return ids_by(self._tokenizer, texts)
 
     @cached_property
     def _fast(self) -> FastBPE | None:

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from isotron.core.errors import refuse
-from isotron.tokenizers.base import FileTokenizer, need_file, need_library, unreadable
+from isotron.tokenizers.base import FileTokenizer, ids_by, need_file, need_library, unreadable
 
 ROLES = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
 
@@ -34,7 +34,7 @@ class WordPieceTokenizer(FileTokenizer):
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         """The ids of each text."""
-        return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+        return ids_by(self._tokenizer, texts)
 
     def is_continuation(self, token: int) -> bool:
         """Whether the token goes on with the word of the one before: whole words are masked together."""

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from isotron.core import device as devices
+from isotron.core.checkpoint.locate import find_together
 from isotron.core.errors import Refused, refuse
 from isotron.core.parallel.replicas import unequal_replicas
 from isotron.data.batches import Prefetcher, microbatches
@@ -25,7 +26,7 @@ from isotron.train.injector import Injector
 from isotron.train.judge import Judge, Rewind
 from isotron.train.metrics import Metrics, StepRecord
 from isotron.train.saving import Saves
-from isotron.train.state import TrainState, find_checkpoint, load_state
+from isotron.train.state import TrainState, load_state
 from isotron.train.step import StepResult, train_step
 from isotron.train.stragglers import Stragglers
 from isotron.train.timeline import StepTracer
@@ -188,7 +189,7 @@ def go_back(run: Run, rewind: Rewind) -> None:
     state, end = run.state, run.end_of_step
     with contextlib.suppress(Refused):  # a save that failed is no place to go back to
         run.saves.settle()
-    found = find_checkpoint(str(run.saves.directory), state.ranks, run.metrics.say)
+    found = find_together(str(run.saves.directory), state.ranks, run.metrics.say)
     rewinds = state.rewinds + 1
     if found is None or rewinds > MAX_REWINDS:
         case = f"{rewind}; " + ("nothing has been saved yet" if found is None else f"{MAX_REWINDS} times before too")

@@ -10,6 +10,7 @@ from pathlib import Path
 from isotron.config.schema import RunConfig
 from isotron.core.checkpoint.format import MANIFEST, read_manifest
 from isotron.core.checkpoint.group import GroupRanks
+from isotron.core.checkpoint.locate import find_together
 from isotron.core.checkpoint.near import Near
 from isotron.core.checkpoint.near_source import NearSource, find_near
 from isotron.core.errors import refuse
@@ -17,7 +18,7 @@ from isotron.hub.foreign import is_foreign
 from isotron.launch import World
 from isotron.train.begin import begin, is_weights_only
 from isotron.train.nextloss import Facts, read_expected
-from isotron.train.state import TrainState, find_checkpoint, load_near, load_state
+from isotron.train.state import TrainState, load_near, load_state
 
 RUN_NAME = "local_run"  # file in the run directory: the name that its steps elsewhere carry
 
@@ -68,7 +69,7 @@ def _load(state: TrainState, near: Near | None, own: bool, scratch: Path, say: C
     if foreign:
         begin(state, Path(wanted.load), say)
         return Path(wanted.load)
-    found = find_checkpoint(wanted.load, ranks, say) if exists else None
+    found = find_together(wanted.load, ranks, say) if exists else None
     if found is not None and (wanted.finetune or is_weights_only(found)):
         begin(state, found, say)
         return found

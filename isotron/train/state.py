@@ -6,7 +6,7 @@ optimizer state, each element by one rank. Everything else is a few numbers in t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ from isotron.core import comm
 from isotron.core.checkpoint.background import BackgroundSaver
 from isotron.core.checkpoint.group import GroupRanks
 from isotron.core.checkpoint.load import Source
-from isotron.core.checkpoint.locate import Choice, choice, first_whole, verify_files
 from isotron.core.checkpoint.near import Near, as_tensors
 from isotron.core.checkpoint.near_source import NearSource
 from isotron.core.checkpoint.ranks import together
@@ -126,25 +125,6 @@ def state_bytes(state: TrainState) -> int:
     parts = (t for _, view, _, pieces in state.optimizer.pieces() if view.counts for _, t in pieces)
     total = torch.tensor(sum(t.nbytes for t in parts), device=state.model.device)
     return int(comm.all_reduce(total, state.ranks.group))
-
-
-def find_checkpoint(path: str, ranks: GroupRanks, say: Callable[[str], None]) -> Path | None:
-    """The step directory to resume from: what rank 0 sees, every file hashed by one of the ranks, seen by each.
-
-    `say` hears of damaged checkpoints that were passed over.
-    """
-
-    def on_first() -> list[str]:
-        found = choice(path, say) if ranks.rank == 0 else Choice(Path(path), [], None)
-        return [*map(str, found.steps), "" if found.named is None else str(found.named)]
-
-    seen, _ = together(ranks, f"load from {path}", on_first)
-    *steps, named = ranks.broadcast_json(seen)
-    given = Choice(Path(path), list(map(Path, steps)), Path(named) if named else None)
-    share = ranks.rank, ranks.size
-    return first_whole(
-        given, say, lambda step: together(ranks, f"load from {step}", lambda: verify_files(step, share=share))
-    )
 
 
 def load_state(state: TrainState, step_dir: Path) -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from isotron.core.checkpoint.format import MANIFEST, FileEntry, Manifest, read_manifest
+from isotron.core.checkpoint.ranks import Ranks, together
 from isotron.core.errors import Problem, Refused, refuse
 
 LATEST = "latest"
@@ -92,6 +93,22 @@ def first_whole(given: Choice, log: Callable[[str], None], check: Callable[[Path
     if damage:
         raise Refused(damage)
     return None
+
+
+def find_together(path: str | Path, ranks: Ranks, log: Callable[[str], None] = _warn) -> Path | None:
+    """`find` as rank 0 sees the directory, with every file hashed by one of the ranks, which all call it."""
+
+    def on_first() -> list[str]:
+        found = choice(path, log) if ranks.rank == 0 else Choice(Path(path), [], None)
+        return [*map(str, found.steps), "" if found.named is None else str(found.named)]
+
+    seen, _ = together(ranks, f"load from {path}", on_first)
+    *steps, named = ranks.broadcast_json(seen)
+    given = Choice(Path(path), list(map(Path, steps)), Path(named) if named else None)
+    share = ranks.rank, ranks.size
+    return first_whole(
+        given, log, lambda step: together(ranks, f"load from {step}", lambda: verify_files(step, share=share))
+    )
 
 
 def pointed_at(run: Path, log: Callable[[str], None] = _warn) -> Path | None:
