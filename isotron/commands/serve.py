@@ -24,7 +24,7 @@ OWN = {
         Option("host", "str", LOOPBACK[0], "address to listen at; others than this machine's own need an API key"),
         Option("port", "int", 8000, "port to listen at; 0 takes a free one"),
         Option("api_key", "str", "", f"what clients must send as Bearer; better set {KEY} in the environment"),
-        Option("served_name", "str", "", "name of the model for clients; empty means that of its directory"),
+        Option("served_name", "str", "", "name of the model for clients; empty means that of its run or directory"),
         Option("chat_template", "str", "", "Jinja file for messages; empty means that of the tokenizer"),
         Option("max_new_tokens", "int", 128, "tokens of an answer when a request does not say", unit="tokens"),
         Option("cache_tokens", "int", 0, "tokens that the cache holds; 0 means max_batch sequences, at most 2 GiB",

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from isotron.config.schema import RunConfig
+from isotron.core.checkpoint.locate import STEP
 from isotron.core.errors import refuse
 from isotron.hub.folder import end_tokens
 from isotron.hub.foreign import is_foreign
@@ -67,12 +68,17 @@ def make_server(engine: Engine, step: Path, cache_tokens: int, options: Mapping[
         engine,
         tokenizer,
         find_template(options["chat_template"], places),
-        options["served_name"] or step.resolve().name,
+        options["served_name"] or _name_of(step.resolve()),
         limits,
         Defaults(engine.ends(end_tokens(origin)), options["max_new_tokens"]),
         list(tokenizer.prefix) if origin.is_dir() else [],
         options["api_key"],
     )
+
+
+def _name_of(step: Path) -> str:
+    """What clients call the model: the run of a step, or the directory of any other model."""
+    return step.parent.name if STEP.fullmatch(step.name) else step.name
 
 
 def serve(engine: Engine, step: Path, cache_tokens: int, options: Mapping[str, Any]) -> int:

@@ -6,6 +6,7 @@ import http.client
 import json
 import shutil
 import time
+from pathlib import Path
 
 import openai
 import pytest
@@ -14,6 +15,7 @@ from isotron.commands.serve import run as serve_command
 from isotron.core.errors import Refused
 from isotron.inference.config import Ending, Sampling, Wish
 from isotron.serve.chat import Template, find_template
+from isotron.serve.main import _name_of
 from isotron.serve.worker import wish_from, wish_to
 from tests.generation import make_model
 from tests.serving import Letters, call, crowd, listening, make_server, metrics, settled
@@ -252,3 +254,8 @@ def test_the_page_in_a_browser(address):
         })[1]["choices"][0]["message"]["content"]  # fmt: skip
         assert page.text_content(".assistant") == reply
         browser.close()
+
+
+@pytest.mark.parametrize(("step", "name"), [("runs/first/step_00000009", "first"), ("models/my_model", "my_model")])
+def test_the_name_of_a_model_is_that_of_its_run(step: str, name: str) -> None:
+    assert _name_of(Path(step)) == name
