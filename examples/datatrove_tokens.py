@@ -17,8 +17,7 @@ from itertools import islice
 from typing import Any
 
 from isotron.data.indexed_writer import IndexedWriter
-from isotron.data.info import write_info
-from isotron.data.partitions import join, mark_empty, part_prefix
+from isotron.data.partitions import finish, join, part_prefix
 from isotron.data.records import Share
 from isotron.tokenizers.build import build_tokenizer
 from isotron.tokenizers.config import TokenizerConfig
@@ -43,13 +42,7 @@ def token_files(
     except BaseException:
         writer.abort()
         raise
-    note = {"format": 1, "tokenizer": tokenizer.describe(), "append_eod": True}
-    note |= {"documents": writer.documents, "tokens": writer.tokens}
-    if writer.documents:
-        writer.close()
-        write_info(writer.prefix, note)
-    else:
-        mark_empty(writer, note)
+    finish(writer, tokenizer.describe(), append_eod=True)
 
 
 def main() -> None:

@@ -23,17 +23,18 @@ from isotron.core.errors import Refused, refuse, refuse_file
 SECONDS_FOR_FIRST_RANK = 10.0
 
 
-RUN_MODELS = frozenset({"train", "finetune", "generate", "serve", "evaluate", "score"})
-
-
 @dataclass(frozen=True)
 class Verb:
-    """One command: what it does, an example, the function that does it and the one that shows its options."""
+    """One command: what it does, an example, the function that does it and the one that shows its options.
+
+    `large`: it holds a model, so its process gets a heap for tensors.
+    """
 
     line: str
     example: str
     run: str
     help: str
+    large: bool = False
 
 
 VERBS: dict[str, Verb] = {
@@ -48,36 +49,42 @@ VERBS: dict[str, Verb] = {
         "isotron train --config run.toml --tp 2 --pp 2 --save runs/first",
         "isotron.commands.train:run",
         "isotron.commands.train:help_text",
+        large=True,
     ),
     "finetune": Verb(
         "train on from the weights of a model, ours or Hugging Face's",
         "isotron finetune --load my_model --data-path texts/ --tp 2 --save runs/tuned",
         "isotron.commands.finetune:run",
         "isotron.commands.finetune:help_text",
+        large=True,
     ),
     "generate": Verb(
         "continue prompts with a trained model",
         'isotron generate --load runs/first --prompt "Once upon a time" --max-new-tokens 50 --temperature 0',
         "isotron.commands.generate:run",
         "isotron.commands.generate:help_text",
+        large=True,
     ),
     "serve": Verb(
         "an OpenAI-compatible server for a trained model, with a chat page",
         "isotron serve --load runs/first --port 8000",
         "isotron.commands.serve:run",
         "isotron.commands.serve:help_text",
+        large=True,
     ),
     "evaluate": Verb(
         "perplexity and accuracy on tasks, in any layout",
         "isotron evaluate --load runs/first --task lambada=lambada_test.jsonl wikitext103=wiki.test.tokens",
         "isotron.commands.evaluate:run",
         "isotron.commands.evaluate:help_text",
+        large=True,
     ),
     "score": Verb(
         "log-probability of every token, by the training forward and by the inference path",
         'isotron score --load runs/first --text "Once upon a time" --json',
         "isotron.commands.score:run",
         "isotron.commands.score:help_text",
+        large=True,
     ),
     "convert": Verb(
         "a model from or to Hugging Face's format, streamed and checked",
@@ -138,10 +145,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code."""
     _open_standard_streams()
     words = clean_words(sys.argv[1:] if argv is None else argv)
-    if argv is None and words and words[0] in RUN_MODELS and not {"-h", "--help"} & set(words):
-        heap.start_again()
     try:
-        return _dispatch(words)
+        return _dispatch(words, is_process=argv is None)
     except Refused as refused:
         if not _first_rank():
             time.sleep(SECONDS_FOR_FIRST_RANK)
@@ -179,7 +184,7 @@ def report(refused: Refused) -> None:
     print("\n\n".join(map(str, refused.problems)), file=sys.stderr)
 
 
-def _dispatch(words: list[str]) -> int:
+def _dispatch(words: list[str], is_process: bool) -> int:
     if not words or words[0] in ("--help", "-h", "help"):
         print(help_text())
         return 0 if words else 2
@@ -195,6 +200,8 @@ def _dispatch(words: list[str]) -> int:
         print(find(VERBS[verb].help)())
         return 0
     check_platform()
+    if is_process and VERBS[verb].large:
+        heap.start_again()
     return int(find(VERBS[verb].run)(rest))
 
 

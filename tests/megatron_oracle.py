@@ -199,10 +199,10 @@ def read(directory: Path) -> None:
     tp, pp, rank = int(os.environ.get("TP", 1)), int(os.environ.get("PP", 1)), dist.get_rank()
     legacy = step / (f"mp_rank_{rank % tp:02d}" + (f"_{rank // tp:03d}" if pp > 1 else "")) / "model_optim_rng.pt"
     if legacy.is_file():
-        state = torch.load(legacy, weights_only=True)
+        state = torch.load(legacy, weights_only=True)  # its own format: tensors and plain containers, nothing else
         model = build(state["args"])
     else:
-        model = build(torch.load(step / "common.pt", weights_only=True)["args"])
+        model = build(dist_checkpointing.load_common_state_dict(str(step))["args"])
         state = dist_checkpointing.load({"model": model.sharded_state_dict()}, str(step))
     model.load_state_dict(state["model"])
     logits(model, directory)

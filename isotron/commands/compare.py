@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -80,7 +79,9 @@ def _tokens(path: str, values: Mapping[str, Any]) -> Any:
 
 def _facts(row: Any) -> dict[str, Any]:
     """A row for JSON, which has no numbers that are not finite."""
-    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in asdict(row).items()}
+    from isotron.evaluate.result import finite
+
+    return {k: finite(v) if isinstance(v, float) else v for k, v in asdict(row).items()}
 
 
 def _lines(rows: Sequence[Any]) -> list[str]:

@@ -6,7 +6,7 @@ the input in order, and joined they are byte for byte what one machine would hav
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,19 @@ def part_prefix(prefix: str | Path, share: Share) -> str:
     return f"{prefix}_part-{share.index:05d}-of-{share.count:05d}"
 
 
-def mark_empty(writer: IndexedWriter, note: dict[str, Any]) -> None:
-    """Write the note of a part in which no document begins; it has no .bin and .idx."""
-    writer.abort()
-    for path in (bin_path, idx_path):
-        path(writer.prefix).unlink(missing_ok=True)
+def finish(writer: IndexedWriter, tokenizer: Mapping[str, Any], append_eod: bool) -> None:
+    """Close a pair of files and write the note beside it; a part in which no document begins is the note alone.
+
+    `tokenizer` as it describes itself.
+    """
+    note = {"format": 1, "tokenizer": tokenizer, "append_eod": append_eod}
+    note |= {"documents": writer.documents, "tokens": writer.tokens}
+    if writer.documents:
+        writer.close()
+    else:
+        writer.abort()
+        for path in (bin_path, idx_path):
+            path(writer.prefix).unlink(missing_ok=True)
     write_info(writer.prefix, note)
 
 

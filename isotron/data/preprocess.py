@@ -19,11 +19,10 @@ import numpy as np
 from isotron.core.errors import Problem, Refused, refuse
 from isotron.data.encode import Encoder
 from isotron.data.indexed_writer import IndexedWriter
-from isotron.data.info import write_info
 from isotron.data.inputs import expand
 from isotron.data.journal import Counts, Journal
 from isotron.data.parse import Bad
-from isotron.data.partitions import mark_empty, part_prefix
+from isotron.data.partitions import finish, part_prefix
 from isotron.data.progress import Log, progress
 from isotron.data.records import WHOLE, RecordBatch, Share, read_batches
 from isotron.data.workers import cores, encode_all
@@ -200,13 +199,7 @@ class _Run:
                     exit_code=1,
                 )
         for writer in writers:
-            note = {"format": 1, "tokenizer": self.encoder.tokenizer.describe(), "append_eod": self.encoder.append_eod}
-            note |= {"documents": writer.documents, "tokens": writer.tokens}
-            if writer.documents:
-                writer.close()
-                write_info(writer.prefix, note)
-            else:
-                mark_empty(writer, note)
+            finish(writer, self.encoder.tokenizer.describe(), self.encoder.append_eod)
 
 
 def _check_options(

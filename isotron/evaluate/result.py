@@ -27,11 +27,12 @@ class Result:
 
     def as_json(self) -> dict[str, Any]:
         """Plain values; what is no finite number is null."""
-        metrics = {n: {"value": _finite(v.value), "stderr": _finite(v.stderr)} for n, v in self.values.items()}
+        metrics = {n: {"value": finite(v.value), "stderr": finite(v.stderr)} for n, v in self.values.items()}
         return {"task": self.task, "metrics": metrics, "examples": self.examples, **self.facts}
 
 
-def _finite(x: float | None) -> float | None:
+def finite(x: float | None) -> float | None:
+    """A number for JSON; None for what is no finite number."""
     return x if x is not None and math.isfinite(x) else None
 
 

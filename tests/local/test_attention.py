@@ -10,6 +10,7 @@ from torch import Tensor
 
 from isotron.core.batch import Batch
 from isotron.core.errors import Refused
+from isotron.core.nn import kernels
 from isotron.core.nn.attention import Attention, Causal
 from isotron.core.nn.context import Context
 from isotron.core.nn.dropout import Dropout
@@ -43,11 +44,15 @@ def written_out(q: Tensor, k: Tensor, v: Tensor, ctx: Context) -> Tensor:
 
 
 @pytest.mark.parametrize("isolate", [False, True])
-@pytest.mark.parametrize("path", ["fused", "explicit", "recomputed"])
-def test_the_core(isolate: bool, path: str) -> None:
+@pytest.mark.parametrize("path", ["flash", "halved", "fused", "explicit", "recomputed"])
+def test_the_core(isolate: bool, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ctx, core = context(isolate), Causal(Dropout(0.5, "d")).eval()
+    if path == "halved":  # causal squares of 6 and of 3 queries, backward
+        monkeypatch.setattr(kernels, "HOST_SQUARE", 2)
     q, k, v = numbers(B, H, S, N), numbers(B, K, S, N), numbers(B, K, S, N)
-    if path != "fused":  # dropout is on, and drops nothing
+    if path == "fused":
+        core.backend = "fused"
+    if path in ("explicit", "recomputed"):  # dropout is on, and drops nothing
         core.train()
         core.dropout._drop = lambda x, *at: x  # type: ignore[method-assign]
         core.recompute = path == "recomputed"

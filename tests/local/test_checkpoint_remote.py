@@ -18,6 +18,14 @@ from tests.local.test_checkpoint import load_all, same, save_one, values
 URL = "memory://bucket/run"
 
 
+def training(address: str) -> list[str]:
+    """The words of a tiny run that also keeps its checkpoints at an address."""
+    return (
+        "train --mock-data --num-layers 1 --hidden-size 8 --num-attention-heads 2 --vocab-size 11 --seq-length 8 "
+        f"--device cpu --eval-iters 0 --no-tensorboard --remote-save {address}"
+    ).split()
+
+
 @pytest.fixture
 def storage() -> Iterator[Any]:
     system = fsspec.filesystem("memory")
@@ -92,10 +100,7 @@ def test_a_run_saves_there_and_goes_on_from_there(
     tmp_path: Path, storage: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    words = (
-        "train --mock-data --num-layers 1 --hidden-size 8 --num-attention-heads 2 --vocab-size 11 --seq-length 8 "
-        f"--device cpu --eval-iters 0 --no-tensorboard --remote-save {URL} --keep-last 1 --save-interval 1"
-    ).split()
+    words = [*training(URL), "--keep-last", "1", "--save-interval", "1"]
     assert cli.main([*words, "--train-iters", "2", "--save", str(tmp_path / "a")]) == 0
     assert storage.cat_file("/bucket/run/latest") == b"step_00000002\n"
     assert cli.main([*words, "--train-iters", "3", "--load", URL, "--save", str(tmp_path / "b")]) == 0
@@ -143,10 +148,7 @@ def test_an_s3_server_keeps_and_gives_back_a_run(
     assert again is not None and again.name == "step_00000002" and "expected" in said[0]
     store.rm(bucket, recursive=True)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
-    words = (
-        "train --mock-data --num-layers 1 --hidden-size 8 --num-attention-heads 2 --vocab-size 11 --seq-length 8 "
-        f"--device cpu --eval-iters 0 --no-tensorboard --remote-save {bucket}"
-    ).split()
+    words = training(bucket)
     assert cli.main([*words, "--train-iters", "2", "--save", str(tmp_path / "a")]) == 0
     assert cli.main([*words, "--train-iters", "3", "--load", bucket, "--save", str(tmp_path / "b")]) == 0
     assert "at step 2, 2 samples consumed" in capsys.readouterr().out

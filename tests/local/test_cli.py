@@ -146,7 +146,7 @@ def test_traceback_only_when_asked_for(capsys, monkeypatch):
 
 def test_exit_codes_of_failures(capsys, monkeypatch):
     def fail(error):
-        monkeypatch.setattr("isotron.cli._dispatch", lambda words: (_ for _ in ()).throw(error))
+        monkeypatch.setattr("isotron.cli._dispatch", lambda words, is_process: (_ for _ in ()).throw(error))
         return run([], capsys)[0]
 
     assert fail(Refused([Problem("a", "b", "c")], exit_code=1)) == 1

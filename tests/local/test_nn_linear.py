@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn.functional import gelu, linear
 
 from isotron.core import comm
+from isotron.core.nn import linear as linears
 from isotron.core.nn.linear import GradSink, Linear, _Linear
 from isotron.core.nn.norm import LayerNorm, RMSNorm
 
@@ -116,6 +117,18 @@ def test_gradients_accumulate_in_the_sink(dtype: torch.dtype, deferred: bool) ->
     error = (sinks[0].buffer - want).abs().max() / want.abs().max()
     assert error < (1e-2 if dtype is torch.bfloat16 else 1e-6)
     assert torch.equal(sinks[1].buffer, torch.full((4,), 12.0, dtype=wide))
+
+
+@pytest.mark.parametrize("block", [1, 7, 20, 64])
+@pytest.mark.parametrize("kind", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_narrow_gradient_is_added_whole_in_blocks_of_any_size(
+    block: int, kind: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linears, "ADD_ELEMENTS", block)
+    total, part = random(4, 5).detach(), random(5, 4).detach().to(kind).t()
+    want = total + part.double()
+    linears.add_narrow(total, part)
+    assert torch.equal(total, want)
 
 
 def test_a_fresh_sink_forgets_what_was_there() -> None:

@@ -23,9 +23,10 @@ MASK = (torch.arange(B * S).remainder(3) > 0).float().view(B, S)
 
 @pytest.fixture(params=[64 << 20, 1])
 def chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One chunk, and chunks of 16 tokens in blocks of one."""
+    """One chunk, and chunks of 16 tokens in blocks of one, multiplied with the vocabulary 7 rows at a time."""
     monkeypatch.setattr(logits, "CHUNK_BYTES", request.param)
     monkeypatch.setattr(logits, "BLOCK_BYTES", request.param)
+    monkeypatch.setattr(logits, "HOST_ROWS", 7 if request.param == 1 else logits.HOST_ROWS)
 
 
 def head(rows: int = V, dtype: torch.dtype = torch.float64) -> Head:

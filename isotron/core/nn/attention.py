@@ -68,9 +68,8 @@ class Causal(nn.Module):
     ) -> Tensor:
         """Attention over whole rows in order; `cuts` are the documents of each row."""
         kernel, s = self.kernel(q, sample_ids_B), q.shape[2]
-        special = sinks_H is not None or q.shape[-1] != v.shape[-1] or self.softcap
-        special = special or (isinstance(kernel, HostFlash) and self.backend != "fused")
-        if cuts is not None or 0 < self.window < s or special:
+        plain = cuts is None and not 0 < self.window < s and sinks_H is None and not self.softcap
+        if not plain or q.shape[-1] != v.shape[-1] or (isinstance(kernel, HostFlash) and self.backend != "fused"):
             return tiled(q, k, v, self.plan(whole(s), whole(s), cuts, len(q), kernel), kernel, sinks_H)
         if not isinstance(kernel, Explicit):
             grouped, causal = q.shape[1] != k.shape[1], self.causal

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from isotron.core.device import has_grouped_matmul
-from isotron.core.nn.linear import GradSink, sink_of
+from isotron.core.nn.linear import GradSink, add_narrow, sink_of
 
 
 class Gate(Protocol):
@@ -91,14 +91,14 @@ def _outer(dy_NO: Tensor, x_NI: Tensor, groups: Groups, out_EOI: Tensor, fresh: 
     """Add each expert's dy^T x to its matrix; with `fresh` it replaces what is there."""
     if _fits(dy_NO, x_NI):
         product = torch._grouped_mm(dy_NO.t(), x_NI, offs=groups.offsets())
-        out_EOI.copy_(product) if fresh else out_EOI.add_(product)
+        out_EOI.copy_(product) if fresh else add_narrow(out_EOI, product)
         return
     for out, (a, b) in zip(out_EOI, groups.spans(), strict=True):
         if out.dtype == x_NI.dtype and b > a:
             torch.addmm(out, dy_NO[a:b].t(), x_NI[a:b], beta=0 if fresh else 1, out=out)
         elif b > a:
             product = dy_NO[a:b].t() @ x_NI[a:b]
-            out.copy_(product) if fresh else out.add_(product)
+            out.copy_(product) if fresh else add_narrow(out, product)
         elif fresh:
             out.zero_()
 

@@ -17,7 +17,7 @@ from isotron.core.nn.linear import GradSink, add_narrow
 
 CHUNK_BYTES = 64 << 20  # logits at hand: wide enough for good matrix products
 BLOCK_BYTES = 4 << 20  # logits in float32 at a time: small enough for the cache
-HOST_ROWS = 256  # rows of a 16-bit product with the whole vocabulary at a time: oneDNN does 1024 at half the rate
+HOST_ROWS = 256  # rows of a bfloat16 product with the whole vocabulary at a time: oneDNN does 1024 at half the rate
 
 
 class Vocab(Protocol):
