@@ -67,6 +67,8 @@ def run(words: Sequence[str]) -> int:
     flags = {k: o.default for k, o in OWN.items()} | {k: v for k, v in flags.items() if k in OWN} | {"model": name}
     if loaded.problems:
         raise Refused(loaded.problems)
+    if flags["gpus"] < 0:
+        raise refuse(f"--gpus {flags['gpus']}", "devices are counted from 1; 0 means those of the layout", "--gpus 8")
     origins = ("flag", loaded.flags["config"].value if "config" in loaded.flags else "flag")
     if flags["calibrate"]:
         from isotron.commands import calibrate

@@ -89,4 +89,8 @@ class _Decoded:
 
 
 def _unreadable(asked: str, why: str) -> Refused:
-    return refuse(asked, f"it cannot be read: {why.strip().splitlines()[-1]}", '--json-schema \'{"type": "object"}\'')
+    """The library's reason stands in a line that begins with `error: `, or is all of it."""
+    lines = why.strip().splitlines()
+    reason = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), lines[0])
+    fix = "--regex '[0-9]+'" if asked.startswith("--regex") else '--json-schema \'{"type": "object"}\''
+    return refuse(asked, f"it cannot be read: {reason}", fix)

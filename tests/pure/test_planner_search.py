@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from isotron import cli
-from isotron.commands.plan import OWN
+from isotron.commands.plan import OWN, run
 from isotron.commands.train import advice
 from isotron.config.schema import PRESETS, RunConfig, changed
 from isotron.core.errors import Refused
@@ -116,6 +116,11 @@ def test_what_fits_nowhere_is_said() -> None:
     assert "No layout fits" in why(found)
     with pytest.raises(Refused, match="no layout divides"):
         search(llama(Layout(dp=1), gbs=7), 37, H100, 70 * GIB)
+
+
+def test_fewer_devices_than_none() -> None:
+    with pytest.raises(Refused, match=r"--gpus -4\n(.|\n)*try: +--gpus 8"):
+        run(["--model", "llama3-8b", "--gpus", "-4"])
 
 
 def test_three_changes_that_fit() -> None:

@@ -139,6 +139,8 @@ def test_costs_from_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         ("1f1b --schedule-costs 1,2", "1,1,1,0"),
         ("1f1b --schedule-costs-from nowhere.json", "not a trace of a step"),
         ("1f1b --lr 3", "not of this command"),
+        ("1f1b --pp 2 --target-bubble -1", "--target-bubble 15"),
+        ("1f1b --pp 2 --target-bubble 200", "--target-bubble 15"),
     ],
 )
 def test_refusals(line: str, words: str) -> None:
