@@ -33,7 +33,7 @@ def warnings(job: Job, node: int, bubble: float | None = None) -> list[str]:
             "--tp without --sequence-parallel: norms and residuals are whole on every rank, at no gain in communication"
         )
     if layout.recompute == "full" and layout.pp == 1 and job.micro_batch > 1:
-        found.append("--recompute full computes a third more; a smaller microbatch may fit without it")
+        found.append("--recompute full computes a quarter more; a smaller microbatch may fit without it")
     if job.tokens < FEW_TOKENS:
         found.append(f"{job.tokens} tokens per microbatch: matrix products this small do not fill a device")
     if layout.stages > 1 and job.config.num_layers % layout.stages:

@@ -13,7 +13,7 @@ from isotron.planner.efficiency import Fractions, Stack
 from isotron.planner.experts import expert_sizes
 from isotron.planner.hardware import Hardware
 from isotron.planner.job import Job
-from isotron.planner.work import attention_flops, block_products, element_traffic, head_product, score_traffic
+from isotron.planner.work import attention_flops, block_products, element_traffic, head_product, score_traffic, unread
 
 FORMS = {"16bit": "bfloat16", "fp8": "float8", "fp8-block": "float8", "fp4": "float4", "32bit": "float32"}
 
@@ -116,11 +116,22 @@ def _again(job: Job, forward: Seconds, place: Place) -> Seconds:
     """What the backward computes again."""
     if job.layout.recompute == "full":
         computing = forward.total - forward.tp - forward.cp - forward.ep
+        left_out, blocks = _unread(job, place)
         share = recomputed_share(job)
-        return Seconds(recompute=computing, tp=forward.tp, cp=forward.cp, ep=forward.ep).scaled(share)
+        # what nothing reads is neither computed nor summed over tensor-parallel ranks: one of a block's two sums
+        tp = forward.tp * (1 - blocks / 2)
+        return Seconds(recompute=computing - left_out, tp=tp, cp=forward.cp, ep=forward.ep).scaled(share)
     if job.layout.recompute == "selective":
         return Seconds(recompute=0.5 * forward.elements if place.stack.fused_attention else forward.attention)
     return Seconds()
+
+
+def _unread(job: Job, place: Place) -> tuple[float, float]:
+    """(seconds per block that full recompute leaves out, the part of blocks whose last product that is)."""
+    c, f = job.config, place.fractions
+    blocks = min(1.0, unread(job) / (c.hidden_size * c.ffn))
+    rate = place.device.peak(FORMS[place.form]) * f.matmul
+    return blocks * product_seconds(job.tokens, c.hidden_size, c.ffn // job.layout.tp, rate, f.small), blocks
 
 
 def recomputed_share(job: Job) -> float:

@@ -18,7 +18,7 @@ from isotron.planner.activations import block
 from isotron.planner.job import Job
 from isotron.planner.memory import activation_peaks, recompute_bytes
 from isotron.planner.parameters import rank_stages, stage_layers
-from isotron.planner.work import attention_flops, block_products, element_traffic, score_traffic
+from isotron.planner.work import attention_flops, block_products, element_traffic, score_traffic, unread
 
 GIB = float(1 << 30)
 MODULES = ("core_attn", "layernorm", "moe_act", "mlp")
@@ -64,6 +64,7 @@ def repeated_work(job: Job) -> float:
 
 def _block_work(job: Job) -> float:
     products = sum(p.multiplications for p in block_products(job.config, job.layout.tp)) * job.tokens
+    products -= unread(job) / job.layout.tp * job.tokens
     return products + attention_flops(job, True) / 2 + element_traffic(job) * FLOPS_PER_BYTE
 
 

@@ -28,6 +28,7 @@ class Job:
     global_batch: int
     dtype: str = "bfloat16"
     ep: int = 1
+    whole_recompute: bool = False  # other frameworks compute a recomputed unit to its end, this one to what is read
 
     @staticmethod
     def of(run: RunConfig) -> Job:

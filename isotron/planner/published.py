@@ -130,7 +130,7 @@ def _job(row: Row) -> Job | None:
     schedule = "interleaved" if vpp > 1 and pp > 1 else "1f1b"
     layout = Layout(tp, pp, dp, vpp if pp > 1 else 1, sp, -1, schedule, recompute=recompute)
     layout = replace(layout, zero=zero, cp=cp, etp=1 if row["moe_experts"] else 0)
-    return Job(config, layout, _int(row, "seq"), mbs, gbs, "bfloat16", _int(row, "ep", 1))
+    return Job(config, layout, _int(row, "seq"), mbs, gbs, "bfloat16", _int(row, "ep", 1), whole_recompute=True)
 
 
 def _config(row: Row) -> Any:

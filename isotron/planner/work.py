@@ -9,6 +9,7 @@ from math import prod
 from typing import Any
 
 from isotron.core.layout import Rule, shard
+from isotron.core.parallel.costs import unread_products
 from isotron.planner.experts import expert_sizes, number_of_experts
 from isotron.planner.job import Job
 
@@ -64,6 +65,11 @@ def attention_flops(job: Job, causal: bool) -> float:
         keys = c.attended(job.seq)
     widths = c.head_size + getattr(c, "v_head_dim", c.head_size)
     return 2.0 * c.num_attention_heads / job.layout.tp * widths * keys * job.tokens
+
+
+def unread(job: Job) -> float:
+    """Multiply-adds per token and average block, on all ranks, that full recompute does not repeat."""
+    return 0.0 if job.whole_recompute else unread_products(job.config, job.layout)
 
 
 @lru_cache(maxsize=4096)
@@ -126,7 +132,8 @@ def step_flops(job: Job) -> Flops:
     causal, square = core * (job.seq + 1) / 2, core * job.seq
     again = 0.0
     if job.layout.recompute == "full":
-        again = 2 * (matrices - c.vocab_size * c.hidden_size) + square
+        left_out = unread(job) * c.num_layers
+        again = 2 * (matrices - c.vocab_size * c.hidden_size - left_out) + square
     return Flops(
         3 * tokens * (2 * matrices + causal),
         3 * tokens * (2 * matrices + square),

@@ -12,14 +12,18 @@ from torch.utils.flop_counter import FlopCounterMode
 from isotron.core.mesh import Mesh
 from isotron.core.models.gpt_config import GPTConfig
 from isotron.core.models.llama_config import LlamaConfig
+from isotron.core.models.olmo2_config import Olmo2Config
 from isotron.core.parallel.model import ParallelModel
 from isotron.core.parallel.plan import Layout
+from isotron.planner import work
+from isotron.planner.job import Job
 from isotron.train.flops import step_flops
 from isotron.train.verify import Case, microbatches
 
 aten = torch.ops.aten
 GPT = GPTConfig(2, 64, 4, 0, 96, 32)
 LLAMA = LlamaConfig(3, 64, 4, 2, 0, 160, 101, 32)
+NORMS_AFTER = Olmo2Config(3, 64, 4, 2, 0, 160, 101, 32)
 WIDE = LlamaConfig(2, 48, 6, 3, 16, 128, 90, 32, tie_embeddings=True)  # heads wider than hidden / heads
 
 
@@ -43,9 +47,9 @@ CPU_OPERATIONS = {
 }
 
 
-def counted(config: Any) -> tuple[float, int]:
+def counted(config: Any, **leaves: Any) -> tuple[float, int]:
     """FLOPs that torch sees in a step of one process, and the step's positions; sequences of 32."""
-    case = Case(config, Layout(dp=1, make_vocab_size_divisible_by=64), micro_batch=2)
+    case = Case(config, Layout(dp=1, make_vocab_size_divisible_by=64, **leaves), micro_batch=2)
     model = ParallelModel(config, case.layout, Mesh(), torch.float32, torch.device("cpu"), seed=1)
     batches = microbatches(case, 0, Mesh().group("dp"))
     with FlopCounterMode(display=False, custom_mapping=CPU_OPERATIONS) as counter:
@@ -68,3 +72,16 @@ def test_the_fused_kernel_forms_the_scores_once_more(config):
     found, tokens = counted(config)
     again = config.num_layers * 2 * config.num_attention_heads * config.head_size * 32 * tokens
     assert step_flops(config, tokens, 32, causal=False) + again == pytest.approx(found, rel=0.01)
+
+
+@pytest.mark.parametrize("config", [GPT, LLAMA, NORMS_AFTER], ids=["gpt", "llama", "norms-after"])
+@pytest.mark.parametrize("leaves", [{}, {"recompute_num_layers": 2}], ids=["by-one", "by-two"])
+def test_the_planner_counts_what_is_computed_again(config, leaves):
+    config = replace(config, num_layers=4, attention_dropout=0.1)
+    found, tokens = counted(config, recompute="full", **leaves)
+    job = Job(config, Layout(dp=1, recompute="full", **leaves), 32, 1, tokens // 32)
+    assert work.step_flops(job).hardware == pytest.approx(found, rel=0.01)
+    whole = work.step_flops(replace(job, whole_recompute=True)).hardware
+    last = config.num_layers / leaves.get("recompute_num_layers", 1) * config.hidden_size * config.ffn
+    left_out = 0 if config.family == "olmo2" else 2 * tokens * last
+    assert whole - work.step_flops(job).hardware == pytest.approx(left_out)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from fnmatch import fnmatchcase
+from math import prod
 from typing import Any
 
 from isotron.core.parallel.plan import Layout, split_layers
@@ -19,11 +21,24 @@ def costed(config: Any, layout: Layout) -> Layout:
     )
 
 
+def unread_products(config: Any, layout: Layout) -> float:
+    """Multiply-adds per token and average block that a second forward under full recompute leaves out: the last product
+    of a unit's last MLP, which nothing reads (`PreNormBlock.unasked`). None where a norm or experts stand there.
+    """
+    rules = config.layout(max(config.vocab_size, 1)).rules
+    if getattr(config, "norms_after", False) or any("mlp_post_norm" in rule.pattern for rule in rules):
+        return 0.0
+    own = [rule for rule in rules if fnmatchcase(rule.pattern, "layers.*.mlp.down.weight")]
+    share = sum(prod(r.shape) * (config.num_layers if "*" in r.pattern else 1) for r in own) / config.num_layers
+    return share / (1 if layout.recompute_method == "block" else layout.recompute_num_layers)
+
+
 def modelled(config: Any, layout: Layout) -> tuple[int, ...]:
     """Forward, input gradient, weight gradient, transfer (0) and what is kept, of one stage after the other.
 
     Counted are multiply-adds. The output layer's three products are all formed with the loss, in the forward; scores of
-    attention have no weights and cost twice as much backward; under full recompute a backward begins with a forward.
+    attention have no weights and cost twice as much backward; under full recompute a backward begins with a
+    forward, but for what nothing reads.
     """
     costs = model_costs(config)
     split = split_layers(config.num_layers, layout, costs)
@@ -32,7 +47,7 @@ def modelled(config: Any, layout: Layout) -> tuple[int, ...]:
         scores, all_ = costs.scores * len(blocks), sum(costs.blocks[i] for i in blocks)
         head, other = (costs.head, costs.last - costs.head) if s == len(split) - 1 else (0.0, 0.0)
         matrices = all_ - scores + other
-        again = all_ if layout.recompute == "full" else 0.0
+        again = all_ - unread_products(config, layout) * len(blocks) if layout.recompute == "full" else 0.0
         rows.append((matrices + scores + 3 * head, matrices + 2 * scores + again, matrices, len(blocks)))
     unit = max(sum(row[:3]) for row in rows) / FINE
     return tuple(n for f, b, w, kept in rows for n in (round(f / unit), round(b / unit), round(w / unit), 0, kept))
