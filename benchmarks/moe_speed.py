@@ -1,9 +1,10 @@
 """A block of experts forward and backward, beside the same block of `transformers`, in one run on one thread.
 
-    python benchmarks/moe_speed.py [--rounds 7]
+    python benchmarks/moe_speed.py [--rounds 7] [--theirs eager]
 
 8 experts, 2 per token, hidden 512, FFN 1408, 2048 tokens; gradients of the input and of every weight. The two are timed
 in turn, and the best of the rounds counts, so that another load on the machine hurts both alike.
+`--theirs` names an implementation of theirs: grouped_mm is what version 5 picks, eager what was picked before.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ from isotron.core.nn.moe import MoE
 HIDDEN, FFN, EXPERTS, TOPK, TOKENS = 512, 1408, 8, 2, 2048
 
 
-def theirs(dtype: torch.dtype) -> Any:
-    """Their block, out of a model, with the implementation that their library picks."""
+def theirs(dtype: torch.dtype, way: str | None = None) -> Any:
+    """Their block, out of a model, with an implementation by name, or the one that their library picks."""
     config = TheirConfig(
         vocab_size=8, hidden_size=HIDDEN, intermediate_size=FFN, num_hidden_layers=1, num_attention_heads=8,
-        num_key_value_heads=8, num_local_experts=EXPERTS, num_experts_per_tok=TOPK,
+        num_key_value_heads=8, num_local_experts=EXPERTS, num_experts_per_tok=TOPK, experts_implementation=way,
     )  # fmt: skip
     return MixtralForCausalLM(config).model.layers[0].mlp.to(dtype).train()
 
@@ -55,9 +56,9 @@ def timed(run: Callable[[], None]) -> float:
     return time.perf_counter() - start
 
 
-def compare(dtype: torch.dtype, rounds: int) -> None:
+def compare(dtype: torch.dtype, rounds: int, way: str | None) -> None:
     """One line for one type."""
-    other = theirs(dtype)
+    other = theirs(dtype, way)
     block = ours(other, dtype)
     x = torch.randn(1, TOKENS, HIDDEN, dtype=dtype)
     zeros = torch.zeros(1, TOKENS, dtype=torch.long)
@@ -97,10 +98,11 @@ def main() -> None:
     """Both types."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=7)
-    rounds = parser.parse_args().rounds
+    parser.add_argument("--theirs", help="their implementation; by default the one that they pick")
+    args = parser.parse_args()
     torch.set_num_threads(1)
     for dtype in (torch.float32, torch.bfloat16):
-        compare(dtype, rounds)
+        compare(dtype, args.rounds, args.theirs)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from isotron.core.layout import whole as everything
 from isotron.core.mesh import Mesh
 from isotron.core.models.deepseek_v3_config import DeepseekV3Config
 from isotron.core.nn import experts
+from isotron.core.nn import grouped as grouped_products
 from isotron.core.nn.mtp import ahead
 from isotron.core.parallel.model import ParallelModel
 from isotron.core.parallel.plan import Layout
@@ -96,7 +97,7 @@ def test_each_expert_keeps_its_number(tmp_path: Path) -> None:
 def test_one_grouped_product_is_one_product_per_expert(monkeypatch: pytest.MonkeyPatch) -> None:
     counts, found = torch.tensor([5, 0, 9, 2]), []
     for grouped in (False, True):
-        monkeypatch.setattr(experts, "has_grouped_matmul", lambda *_, grouped=grouped: grouped)
+        monkeypatch.setattr(grouped_products, "has_grouped_matmul", lambda *_, grouped=grouped: grouped)
         generator = torch.Generator().manual_seed(1)
         layer = experts.Experts(4, 16, 8)
         for p in layer.parameters():

@@ -1,18 +1,17 @@
 """Experts as one autograd operation over rows that lie sorted by expert.
 
-Legend: E experts held here, N rows, D hidden, F feed-forward of one expert (its local part), O outputs, I inputs.
+Legend: E experts held here, N rows, D hidden, F feed-forward of one expert (its local part).
 
-For the rows of expert e: y = (activation(x G_e^T | x U_e^T) * weight) Down_e^T. The row's routing weight is applied
-inside, so that neither the weighted nor the unweighted output is kept. The matrix products of all experts are one
-grouped call where the device has one, else one product per expert into its place; both give the same numbers up to
-rounding. Weight gradients go straight to their sinks. Local sizes come from the shapes of the weights.
+For the rows of expert e: y = activation(x G_e^T | x U_e^T) Down_e^T * weight. The row's routing weight is applied
+inside, on the narrow side: to the result, and in the backward to dy, where the weight gradient needs it. The work goes
+span by span (`grouped.py`): on a CPU the rows of one expert at a time, element by element in blocks that fit its cache.
+Weight gradients go straight to their sinks. Local sizes come from the shapes of the weights.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
 from typing import Any, Protocol
 
 import torch
@@ -20,18 +19,18 @@ import torch.nn as nn
 from torch import Tensor
 from torch.nn.functional import silu
 
-from isotron.core.device import has_grouped_matmul
-from isotron.core.nn.linear import GradSink, add_narrow, sink_of
+from isotron.core.nn.grouped import Groups, Span, cached
+from isotron.core.nn.linear import GradSink, sink_of
 
 
 class Gate(Protocol):
-    """An activation of a fused gate|up with its gradient."""
+    """An activation of a fused gate|up with its gradient; both write to `out` where it is given."""
 
-    def forward(self, gate_up: Tensor) -> Tensor:
+    def forward(self, gate_up: Tensor, out: Tensor) -> None:
         """[N, 2F] -> [N, F]."""
         ...
 
-    def backward(self, gate_up: Tensor, dy: Tensor) -> Tensor:
+    def backward(self, gate_up: Tensor, dy: Tensor, out: Tensor) -> None:
         """The gradient of gate_up."""
         ...
 
@@ -40,106 +39,88 @@ class Gate(Protocol):
 class SwiGLU:
     """silu(gate) * up."""
 
-    def forward(self, gate_up: Tensor) -> Tensor:
+    def forward(self, gate_up: Tensor, out: Tensor) -> None:
         """[N, F]."""
         gate, up = gate_up.chunk(2, -1)
-        return silu(gate).mul_(up)
+        torch.mul(silu(gate), up, out=out)
 
-    def backward(self, gate_up: Tensor, dy: Tensor) -> Tensor:
+    def backward(self, gate_up: Tensor, dy: Tensor, out: Tensor) -> None:
         """[N, 2F]."""
         gate, up = gate_up.chunk(2, -1)
-        out = torch.empty_like(gate_up)
         dgate, dup = out.chunk(2, -1)
         torch.mul(dy, silu(gate), out=dup)
         torch.ops.aten.silu_backward.grad_input(torch.mul(dy, up), gate, grad_input=dgate)
-        return out
 
 
-@dataclass(frozen=True)
-class Groups:
-    """How many consecutive rows belong to each expert."""
+class _Sums:
+    """The gradient of stacked matrices [E*O, I]: into their sink, now or later, or a tensor of its own.
 
-    counts: Tensor  # [E], int64
+    Every span is added once. What is put off keeps its operands.
+    """
 
-    def spans(self) -> list[tuple[int, int]]:
-        """(first row, past the last row) of each expert, on the host."""
-        return list(pairwise(accumulate(self.counts.tolist(), initial=0)))
+    def __init__(self, like: Tensor, experts: int, sink: GradSink | None) -> None:
+        self.sink, self.shape = sink, (experts, -1, like.shape[1])
+        self.found = torch.empty_like(like) if sink is None else None
+        self.parts: list[tuple[Span, Tensor, Tensor]] = []
 
-    def offsets(self) -> Tensor:
-        """Past the last row of each expert, as grouped products take it."""
-        return self.counts.cumsum(0).to(torch.int32)
+    def add(self, span: Span, dy: Tensor, x: Tensor) -> None:
+        """dy^T x of a span's rows."""
+        if self.sink is not None and self.sink.later is not None:
+            self.parts.append((span, dy.detach(), x.detach()))  # it runs where gradients are recorded
+        else:
+            self._write(span, dy, x)
 
+    def _write(self, span: Span, dy: Tensor, x: Tensor) -> None:
+        if self.found is not None:
+            span.outer(dy, x, self.found.view(self.shape), True)
+        elif self.sink is not None:
+            span.outer(dy, x, self.sink.buffer.view(self.shape), self.sink.fresh)
 
-def _fits(*operands: Tensor) -> bool:
-    """Whether the device's grouped product takes these: rows of whole 16 bytes."""
-    return has_grouped_matmul(operands[0].device, operands[0].dtype) and all(
-        t.shape[-1] * t.element_size() % 16 == 0 for t in operands
-    )
+    def done(self) -> Tensor | None:
+        """Every span has been added: what is to be returned where there is no sink."""
+        sink = self.sink
+        if sink is None:
+            return self.found
 
+        def deliver() -> None:
+            for part in self.parts:
+                self._write(*part)
+            sink.fresh = False
+            sink.written()
 
-def grouped_matmul(x_NI: Tensor, w_EIO: Tensor, groups: Groups) -> Tensor:
-    """Rows of each expert times its matrix: [N, O]."""
-    if _fits(x_NI, w_EIO if w_EIO.is_contiguous() else w_EIO.mT):
-        return torch._grouped_mm(x_NI, w_EIO, offs=groups.offsets())
-    y = x_NI.new_empty(len(x_NI), w_EIO.shape[2])
-    for w, (a, b) in zip(w_EIO, groups.spans(), strict=True):
-        torch.mm(x_NI[a:b], w, out=y[a:b])
-    return y
-
-
-def _outer(dy_NO: Tensor, x_NI: Tensor, groups: Groups, out_EOI: Tensor, fresh: bool) -> None:
-    """Add each expert's dy^T x to its matrix; with `fresh` it replaces what is there."""
-    if _fits(dy_NO, x_NI):
-        product = torch._grouped_mm(dy_NO.t(), x_NI, offs=groups.offsets())
-        out_EOI.copy_(product) if fresh else add_narrow(out_EOI, product)
-        return
-    for out, (a, b) in zip(out_EOI, groups.spans(), strict=True):
-        if out.dtype == x_NI.dtype and b > a:
-            torch.addmm(out, dy_NO[a:b].t(), x_NI[a:b], beta=0 if fresh else 1, out=out)
-        elif b > a:
-            product = dy_NO[a:b].t() @ x_NI[a:b]
-            out.copy_(product) if fresh else add_narrow(out, product)
-        elif fresh:
-            out.zero_()
-
-
-def _weight_gradient(sink: GradSink | None, like: Tensor, dy_NO: Tensor, x_NI: Tensor, groups: Groups) -> Tensor | None:
-    """The gradient of stacked matrices [E*O, I]: into the sink, now or later, or returned."""
-    shape = (len(groups.counts), -1, like.shape[1])
-    if sink is None:
-        out = torch.empty_like(like)
-        _outer(dy_NO, x_NI, groups, out.view(shape), fresh=True)
-        return out
-
-    dy_NO, x_NI = dy_NO.detach(), x_NI.detach()  # put off, it runs where gradients are recorded
-
-    def deliver() -> None:
-        _outer(dy_NO, x_NI, groups, sink.buffer.view(shape), sink.fresh)
-        sink.fresh = False
-        sink.written()
-
-    if sink.later is not None:
-        sink.later.append(deliver)
-    else:
-        deliver()
-    return None
-
-
-def _bias_gradient(sink: GradSink | None, like: Tensor | None, dy_NO: Tensor, groups: Groups) -> Tensor | None:
-    if like is None:
+        if sink.later is not None:
+            sink.later.append(deliver)
+        else:
+            deliver()
         return None
-    wide = torch.promote_types(dy_NO.dtype, torch.float32)
-    rows = dy_NO.new_zeros(len(groups.counts), dy_NO.shape[1], dtype=wide)
-    rows.index_add_(0, _expert_of_row(groups), dy_NO.to(wide))
-    if sink is None:
-        return rows.view_as(like).to(like.dtype)
-    sink.add(rows.view(like.shape))
-    return None
 
 
-def _expert_of_row(groups: Groups) -> Tensor:
-    n = groups.counts
-    return torch.repeat_interleave(torch.arange(len(n), device=n.device), n)
+class _BiasSums:
+    """The same of stacked biases [E*O], in float32 or wider; nothing where there are none."""
+
+    def __init__(self, like: Tensor | None, experts: int, sink: GradSink | None) -> None:
+        self.like, self.sink, self.sums_EO = like, sink, torch.empty(0)
+        if like is not None:
+            wide = torch.promote_types(like.dtype, torch.float32)
+            self.sums_EO = torch.zeros(experts, len(like) // experts, dtype=wide, device=like.device)
+
+    def add(self, span: Span, dy: Tensor) -> None:
+        """The sum of a span's rows by expert."""
+        if self.like is not None:
+            span.sums(dy, self.sums_EO)
+
+    def done(self) -> Tensor | None:
+        """What is to be returned where there is no sink."""
+        if self.like is None:
+            return None
+        if self.sink is None:
+            return self.sums_EO.view(self.like.shape).to(self.like.dtype)
+        self.sink.add(self.sums_EO.view(self.like.shape))
+        return None
+
+
+def _at(x: Tensor | None, rows: slice) -> Tensor | None:
+    return None if x is None else x[rows]
 
 
 class _GroupedMLP(torch.autograd.Function):
@@ -148,38 +129,73 @@ class _GroupedMLP(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None,
         groups: Groups, gate: Gate, recompute: bool,
     ) -> Tensor:  # fmt: skip
-        e = len(groups.counts)
-        gate_up = grouped_matmul(x, w1.view(e, -1, w1.shape[1]).mT, groups)
-        if b1 is not None:
-            gate_up += b1.view(e, -1)[_expert_of_row(groups)]
-        act = gate.forward(gate_up)
-        h = act * weight[:, None].to(act.dtype)
-        y = grouped_matmul(h, w2.view(e, -1, w2.shape[1]).mT, groups)
-        if b2 is not None:
-            y += b2.view(e, -1)[_expert_of_row(groups)] * weight[:, None].to(y.dtype)
+        e, n, (d, f) = len(groups.counts), len(x), (x.shape[1], w2.shape[1])
+        spans = groups.spans(d, f, like=x)
+        up, down = w1.view(e, 2 * f, d).mT, w2.view(e, d, f).mT
+        # where each span is one expert's they write to their rows, else the one span's results are all there is
+        gate_up, y = (x.new_empty(n, width) if len(spans) > 1 else None for width in (2 * f, d))
+        act = None if recompute else x.new_empty(n, f)
+        for span in spans:
+            rows = span.rows
+            h = span.product(x[rows], up, _at(gate_up, rows))
+            if b1 is not None:
+                h += span.of_rows(b1.view(e, -1))
+            a = x.new_empty(len(h), f) if act is None else act[rows]
+            _activate(gate, h, a)
+            out = span.product(a, down, _at(y, rows))
+            if b2 is not None:
+                out += span.of_rows(b2.view(e, -1))
+            out *= weight[rows, None].to(x.dtype)
+            gate_up, y = (h, out) if len(spans) == 1 else (gate_up, y)
         ctx.groups, ctx.gate = groups, gate
         ctx.sinks = [None if p is None else sink_of(p) for p in (w1, b1, w2, b2)]
-        ctx.save_for_backward(x, weight, w1, b1, w2, b2, gate_up, None if recompute else act)
-        return y
+        ctx.save_for_backward(x, weight, w1, b1, w2, b2, gate_up, act)
+        return y  # type: ignore[return-value]
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, w1, b1, w2, b2, gate_up, act = ctx.saved_tensors
-        groups, sinks, e = ctx.groups, ctx.sinks, len(ctx.groups.counts)
-        act = ctx.gate.forward(gate_up) if act is None else act
-        dy, column = dy.contiguous(), weight[:, None].to(dy.dtype)
-        dh = grouped_matmul(dy, w2.view(e, -1, w2.shape[1]), groups)
-        wide = weight.dtype
-        dweight = (dh * act).sum(-1, dtype=wide)
-        if b2 is not None:
-            dweight += (dy * b2.view(e, -1)[_expert_of_row(groups)]).sum(-1, dtype=wide)
-        dw2 = _weight_gradient(sinks[2], w2, dy, act * column, groups)
-        db2 = _bias_gradient(sinks[3], b2, dy * column, groups) if b2 is not None else None
-        dgate_up = ctx.gate.backward(gate_up, dh.mul_(column))
-        dw1 = _weight_gradient(sinks[0], w1, dgate_up, x, groups)
-        db1 = _bias_gradient(sinks[1], b1, dgate_up, groups)
-        dx = grouped_matmul(dgate_up, w1.view(e, -1, w1.shape[1]), groups) if ctx.needs_input_grad[0] else None
-        return dx, dweight, dw1, db1, dw2, db2, None, None, None
+        gate, dy, e, (d, f) = ctx.gate, dy.contiguous(), len(ctx.groups.counts), (x.shape[1], w2.shape[1])
+        spans = ctx.groups.spans(d, f, like=x)
+        up, down = w1.view(e, 2 * f, d), w2.view(e, d, f)
+        dw1, dw2 = _Sums(w1, e, ctx.sinks[0]), _Sums(w2, e, ctx.sinks[2])
+        db1, db2 = _BiasSums(b1, e, ctx.sinks[1]), _BiasSums(b2, e, ctx.sinks[3])
+        dweight = torch.empty_like(weight)
+        dx = torch.empty_like(x) if ctx.needs_input_grad[0] and len(spans) > 1 else None
+        for span in spans:
+            rows, h, dy_here = span.rows, gate_up[span.rows], dy[span.rows]
+            a = _at(act, rows)
+            if a is None:
+                a = _activate(gate, h, x.new_empty(len(h), f))
+            scaled, da, dh = dy_here * weight[rows, None].to(dy.dtype), span.product(dy_here, down), torch.empty_like(h)
+            _activation_gradient(gate, h, a, da, weight[rows], dh, dweight[rows])
+            if b2 is not None:
+                dweight[rows] += (dy_here * span.of_rows(b2.view(e, -1))).sum(-1, dtype=weight.dtype)
+            dw2.add(span, scaled, a)
+            db2.add(span, scaled)
+            dw1.add(span, dh, x[rows])
+            db1.add(span, dh)
+            if ctx.needs_input_grad[0]:
+                part = span.product(dh, up, _at(dx, rows))
+                dx = part if len(spans) == 1 else dx
+        return dx, dweight, dw1.done(), db1.done(), dw2.done(), db2.done(), None, None, None
+
+
+def _activate(gate: Gate, h: Tensor, out: Tensor) -> Tensor:
+    for part, into in cached(h, out):
+        gate.forward(part, into)
+    return out
+
+
+def _activation_gradient(
+    gate: Gate, h: Tensor, a: Tensor, da: Tensor, weight: Tensor, dh: Tensor, dweight: Tensor
+) -> None:
+    """dh and dweight of the activation a of h, whose rows are weighted; da, its gradient without the weights, is used
+    up.
+    """
+    for h_here, a_here, da_here, w_here, dh_here, dw_here in cached(h, a, da, weight, dh, dweight):
+        torch.sum(da_here * a_here, -1, dtype=dw_here.dtype, out=dw_here)
+        gate.backward(h_here, da_here.mul_(w_here[:, None].to(da.dtype)), dh_here)
 
 
 class Stacked(nn.Module):
@@ -219,4 +235,4 @@ def counts_of(experts: Tensor, number: int) -> Tensor:
     return torch.bincount(experts.flatten(), minlength=number + 1)[:number]
 
 
-__all__: Sequence[str] = ("Experts", "Gate", "Groups", "Stacked", "SwiGLU", "counts_of", "grouped_matmul")
+__all__: Sequence[str] = ("Experts", "Gate", "Stacked", "SwiGLU", "counts_of")
