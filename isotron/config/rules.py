@@ -115,7 +115,8 @@ _NOT_NEGATIVE = {
     "save_interval": 1000, "keep_last": 0, "keep_every": 0, "straggler_interval": 0, "exit_duration_in_mins": 0.0,
     "local_save_interval": 0, "local_save_ranks": 0,
     "lr_warmup_iters": 0, "lr_decay_iters": 0, "lr_wsd_decay_iters": 0, "lr": 0.0003, "min_lr": 0.0,
-    "lr_warmup_init": 0.0, "clip_grad": 1.0, "weight_decay": 0.1,
+    "lr_warmup_init": 0.0, "clip_grad": 1.0, "weight_decay": 0.1, "adafactor_min_rms": 1e-3, "adafactor_eps": 0.0,
+    "adafactor_decay": 0.8,
 }  # fmt: skip
 _PROBABILITY = {
     "moe_input_jitter_eps": 0.01, "hidden_dropout": 0.1, "attention_dropout": 0.1, "adam_beta1": 0.9,
@@ -155,6 +156,7 @@ RANGES: tuple[Rule, ...] = tuple(
         Range("loss_scale", "from 0 to 1e30 (float32 ends at 3e38)", lambda v: 0 <= v <= 1e30, 0.0),
         Range("seed", "between 0 and 4294967295", lambda v: 0 <= v < 2**32, 1234),
         Range("lr_warmup_fraction", "between 0 and 1", lambda v: 0 <= v <= 1, 0.01),
+        Range("adafactor_clip", "1 or more", lambda v: v >= 1, 1.0),
         Range("fim_rate", "between 0 and 1", lambda v: 0 <= v <= 1, 0.5),
         Range("fim_spm_rate", "between 0 and 1", lambda v: 0 <= v <= 1, 0.5),
         *(

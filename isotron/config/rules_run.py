@@ -208,8 +208,15 @@ def _remainders(c: RunConfig, f: Facts) -> Problem:
     return Problem(asked(c, "master_remainders", "dtype"), case, "--no-master-remainders, or --dtype bfloat16")
 
 
+def _adafactor(c: RunConfig, f: Facts) -> Problem:
+    case = "adafactor has no first moments, and of second moments a mean of each row and column, which stay wide"
+    fix = "--exp-avg-dtype float32 --exp-avg-sq-dtype float32"
+    return Problem(asked(c, "optimizer", "exp_avg_dtype", "exp_avg_sq_dtype"), case, fix)
+
+
 def _mup(c: RunConfig, f: Facts) -> Problem:
-    case = "muP gives the output layer other initial weights and rates than the embedding, and has no rule for sgd"
+    case = "muP gives the output layer other initial weights and rates than the embedding; it has no rule for sgd, nor "
+    case += "for adafactor, whose updates follow the size of weights"
     fix = "--no-tie-embeddings --optimizer adamw"
     return Problem(asked(c, "mup_base_hidden_size", "tie_embeddings", "optimizer"), case, fix)
 
@@ -377,7 +384,11 @@ RUN_RULES: tuple[Rule, ...] = (
          lambda c, f: bool(_group_words(c)), lambda c, f: _group_words(c)[0]),
     Rule("muP", ("mup_base_hidden_size", "tie_embeddings", "optimizer", "muon_others"),
          lambda c, f: c.optim.mup_base_hidden_size > 0
-         and (getattr(c.model, "tie_embeddings", False) or "sgd" in (c.optim.optimizer, c.optim.muon_others)), _mup),
+         and (getattr(c.model, "tie_embeddings", False)
+              or bool({"sgd", "adafactor"} & {c.optim.optimizer, c.optim.muon_others})), _mup),
+    Rule("moments of adafactor", ("optimizer", "exp_avg_dtype", "exp_avg_sq_dtype"),
+         lambda c, f: c.optim.optimizer == "adafactor"
+         and {c.optim.exp_avg_dtype, c.optim.exp_avg_sq_dtype} != {"float32"}, _adafactor),
     Rule("remainders of bfloat16", ("master_remainders", "dtype"),
          lambda c, f: c.optim.master_remainders and c.train.dtype != "bfloat16", _remainders),
     Rule("save is a directory", ("save",),

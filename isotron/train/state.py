@@ -73,8 +73,8 @@ def saved_tensors(state: TrainState) -> Iterator[Saved]:
         yield Saved(name, state.model.dtype, shape, pieces)
     for name, shape, pieces in state.model.buffer_pieces():
         yield Saved(name, state.model.wide, shape, pieces)
-    for name, view, dtype, pieces in state.optimizer.pieces():
-        yield Saved(name, dtype, view.placed.rule.shape, pieces if view.counts else [])
+    for name, shape, dtype, pieces in state.optimizer.pieces():
+        yield Saved(name, dtype, shape, pieces)
 
 
 def save_state(state: TrainState, directory: Path, files: dict[str, bytes | Path]) -> Path:
@@ -122,7 +122,7 @@ def saved_meta(state: TrainState) -> dict[str, Any]:
 
 def state_bytes(state: TrainState) -> int:
     """Bytes of optimizer state in a checkpoint, over all ranks."""
-    parts = (t for _, view, _, pieces in state.optimizer.pieces() if view.counts for _, t in pieces)
+    parts = (t for *_, pieces in state.optimizer.pieces() for _, t in pieces)
     total = torch.tensor(sum(t.nbytes for t in parts), device=state.model.device)
     return int(comm.all_reduce(total, state.ranks.group))
 

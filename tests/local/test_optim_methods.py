@@ -13,6 +13,7 @@ from torch import Tensor
 from isotron.core.errors import Refused
 from isotron.core.layout import Box, Part, Placed, Rule, Split, shard, whole
 from isotron.core.mesh import ALONE
+from isotron.core.optim.adafactor import without
 from isotron.core.optim.config import OptimConfig
 from isotron.core.optim.groups import settle
 from isotron.core.optim.kept import Blocks, Remainder, Rounded, zeros_on
@@ -75,6 +76,12 @@ def by_torch(make: Callable[[list[Any]], torch.optim.Optimizer], steps: int = 4)
         (OptimConfig("adam_l2", **ADAM), lambda g: torch.optim.Adam(g, betas=(0.8, 0.95), eps=1e-4)),
         (OptimConfig("sgd", sgd_momentum=0.7), lambda g: torch.optim.SGD(g, lr=1.0, momentum=0.7)),
         (OptimConfig("sgd", sgd_momentum=0.0), lambda g: torch.optim.SGD(g, lr=1.0)),
+        (OptimConfig("adafactor"), lambda g: torch.optim.Adafactor(g, lr=1.0)),
+        (
+            OptimConfig("adafactor", adafactor_decay=0.6, adafactor_clip=1.5, adafactor_eps=0.1,
+                        adafactor_min_rms=2.0),
+            lambda g: torch.optim.Adafactor(g, lr=1.0, beta2_decay=-0.6, d=1.5, eps=(0.1, 2.0)),
+        ),
     ],
 )  # fmt: skip
 def test_as_torch(cfg: OptimConfig, make: Callable[[list[Any]], torch.optim.Optimizer]) -> None:
@@ -142,6 +149,44 @@ def test_fused_parts_are_matrices_of_their_own() -> None:
     for rows in (slice(0, 6), slice(6, 10)):
         wanted = -0.2 * length("spectral", *grad[rows].shape) * orthogonalised(grad[rows], 5)
         assert torch.allclose(weight[rows], wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_experts_and_their_parts_are_matrices_of_their_own() -> None:
+    """Two experts, of gate and up (rows), and of a matrix whose columns are split: by muon and by adafactor."""
+    tall = Rule("layers.0.up", (12, 4), Split(0, (Part(3), Part(3)) * 2), experts=2)
+    flat = Rule("layers.0.down", (10, 6), Split(1, (Part(6),)), experts=2)
+    assert parts(tall) == [Box((at, 0), (3, 4)) for at in (0, 3, 6, 9)]
+    assert parts(flat) == [Box((0, 0), (5, 6)), Box((5, 0), (5, 6))]
+    for method in ("muon", "adafactor"):
+        for rule in (tall, flat):
+            weight, grad = numbers(*rule.shape, seed=4), numbers(*rule.shape)
+            of = View(Placed(rule.pattern, rule, shard(rule, *ONE)), whole(rule.shape), weight.view(-1), grad.view(-1))
+            ours = Optimizer([of], OptimConfig(method))
+            wanted = weight.clone()
+            for box in parts(rule):
+                part = torch.nn.Parameter(weight[box.slices()].clone())
+                part.grad = grad[box.slices()].clone()
+                if method == "adafactor":
+                    torch.optim.Adafactor([part], lr=0.5).step()
+                else:
+                    alone = View(Placed("layers.0.w", Rule("", box.shape), shard(Rule("", box.shape), *ONE)),
+                                 whole(box.shape), part.data.view(-1), part.grad.view(-1))  # fmt: skip
+                    Optimizer([alone], OptimConfig("muon")).step(0.5, 0.0, 1.0)
+                wanted[box.slices()] = part.detach()
+            ours.step(0.5, 0.0, 1.0)
+            assert torch.allclose(weight, wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_means_of_rows_and_columns_are_kept_of_every_part() -> None:
+    weight, split = numbers(10, 4), Split(0, (Part(2, 3), Part(1, 4)))
+    ours = Optimizer([view("layers.0.qkv.weight", weight, numbers(10, 4), split)], OptimConfig("adafactor"))
+    kept = {name.split("/")[0]: (shape, pieces) for name, shape, _, pieces in ours.pieces()}
+    assert {k: (shape, [b.shape for b, _ in found]) for k, (shape, found) in kept.items()} == {
+        "exp_avg_sq_row": ((10,), [(6,), (4,)]), "exp_avg_sq_col": ((2, 4), [(1, 4), (1, 4)])
+    }  # fmt: skip
+    assert ours.nbytes() == 8 * (10 + 8) and without(-1, (6, 4), [Box((0, 0), (6, 1)), Box((0, 1), (6, 3))]) == (
+        (2, 6), [Box((0, 0), (1, 6)), Box((1, 0), (1, 6))]
+    )  # fmt: skip
 
 
 def test_matrices_are_dealt_by_work_and_taken_in_rounds() -> None:

@@ -86,11 +86,11 @@ def test_offloading_changes_no_bit(ranks: Ranks, tmp_path: Path) -> None:
     assert ranks(2, bodies.places, bodies.config(zero_optimization={"stage": 3, **tables})) == [(True, True)] * 2
 
 
-@pytest.mark.parametrize("kind", ["SGD", "Adam"])
+@pytest.mark.parametrize("kind", ["SGD", "Adam", "Adafactor"])
 def test_an_optimizer_and_a_scheduler_of_torch(kind: str) -> None:
     def make(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         groups = [{"params": parameters[:1], "lr": 0.1}, {"params": parameters[1:], "weight_decay": 0.0}]
-        options: dict[str, Any] = {"momentum": 0.9} if kind == "SGD" else {"eps": 1e-6}
+        options: dict[str, Any] = {"SGD": {"momentum": 0.9}, "Adam": {"eps": 1e-6}, "Adafactor": {"d": 1.1}}[kind]
         return getattr(torch.optim, kind)(groups, lr=0.05, weight_decay=0.1, **options)
 
     model = bodies.net()
@@ -183,7 +183,7 @@ def test_what_an_engine_cannot_do_is_refused(changes: dict[str, Any], words: str
 
 def test_optimizers_that_are_not_known_are_refused(tmp_path: Path) -> None:
     model = bodies.net()
-    with pytest.raises(Refused, match="AdamW, Adam and SGD of torch"):
+    with pytest.raises(Refused, match="AdamW, Adam, SGD and Adafactor of torch"):
         isotron.initialize(model, bodies.config(), optimizer=torch.optim.Adagrad(model.parameters()))
     with pytest.raises(Refused, match="amsgrad=False"):
         isotron.initialize(model, bodies.config(), optimizer=torch.optim.AdamW(model.parameters(), amsgrad=True))

@@ -28,12 +28,14 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 MIXED = ("layers.1.*:lr_mult=0.5,wd_mult=2", "*norm*:optimizer=sgd", "layers.0.mlp.*:optimizer=adam_l2")
 CONFIGS: dict[str, OptimConfig] = {
-    **{name: OptimConfig(name, clip_grad=1.0, adam_eps=1e-6) for name in METHODS},
+    **{name: OptimConfig(name, clip_grad=1.0, adam_eps=1e-6, adafactor_eps=1e-6) for name in METHODS},
     "mixed": OptimConfig("muon", adam_eps=1e-6, muon_others="lion", param_groups=MIXED),
     "frozen": OptimConfig("muon", adam_eps=1e-6, freeze=("embed.*", "layers.[0-2].attention.*", "*norm*")),
 }
-# muon travels, so it is taken everywhere; the others see elements only and take a layout or two each
-QUICK = [("muon", name) for name in LAYOUTS] + [
+# muon and adafactor travel, so they go everywhere; the others see elements only and take a layout or two each
+TRAVEL = ("TP2xPP2", "DP2 zero 2", "DP2 zero 3 x TP2", "uneven", "TP4 over 2 KV heads")
+QUICK = [(config, name) for config in ("muon", "adafactor") for name in TRAVEL] + [
+    ("muon", "DP2 zero 1"), ("adafactor", "TP2"), ("adafactor", "DP2 zero 0"),
     ("adamw", "uneven"), ("adam_l2", "TP2xPP2"), ("sgd", "DP2 zero 1"), ("lion", "TP2"), ("lion", "DP2 zero 0"),
     ("mixed", "uneven"), ("mixed", "DP2 zero 3 x TP2"), ("frozen", "TP2xPP2"), ("frozen", "DP2 zero 2"),
 ]  # fmt: skip
@@ -66,6 +68,7 @@ STATES: dict[str, dict[str, Any]] = {
                      "master_remainders": True},
     "muon": {"dtype": "bfloat16", "optimizer": "muon", "muon_others": "lion", "exp_avg_dtype": "bfloat16"},
     "sgd": {"optimizer": "sgd", "exp_avg_dtype": "int8"},
+    "adafactor": {"dtype": "bfloat16", "optimizer": "adafactor", "master_remainders": True},
     "muon in int8": {"optimizer": "muon", "exp_avg_dtype": "int8", "exp_avg_sq_dtype": "int8"},
 }  # fmt: skip
 OTHERS = {"TP2": {"tp": 2}, "DP2": {"dp": 2}, "PP2": {"pp": 2}}

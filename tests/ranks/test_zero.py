@@ -115,11 +115,23 @@ def test_a_reduction_in_bfloat16_is_another_sum_but_close(ranks: Callable[..., l
     assert a.norms != b.norms and a.norms == pytest.approx(b.norms, rel=5e-3)
 
 
-@pytest.mark.parametrize("zero", [1, 3])
-def test_muon_in_copies_of_shards(ranks: Callable[..., list[Any]], zero: int) -> None:
-    muon = OptimConfig(optimizer="muon", clip_grad=1.0, adam_eps=1e-6)
-    case = replace(small(zero, dp=4, zero_shard_size=2), optim=muon, micro_batch=1)
-    assert not faults(ranks(4, measure, case)[0], reference_of(case))
+@pytest.mark.parametrize(
+    ("method", "model", "layout"),
+    [
+        ("muon", "gpt", {"dp": 4, "zero_shard_size": 2, "zero": 1}),
+        ("muon", "experts", {"dp": 4, "ep": 2, "zero": 3}),
+        ("adafactor", "gpt", {"dp": 4, "zero_shard_size": 2, "zero": 3}),
+        ("adafactor", "gpt", {"pp": 2, "dp": 2, "zero": 2}),  # a tie whose two owners see other ranks
+        ("adafactor", "experts", {"dp": 4, "ep": 2, "zero": 1}),
+    ],
+)
+def test_whole_matrices_in_copies_over_stages_and_of_experts(
+    ranks: Callable[..., list[Any]], method: str, model: str, layout: dict[str, Any]
+) -> None:
+    optim = OptimConfig(optimizer=method, clip_grad=1.0, adam_eps=1e-6, adafactor_eps=1e-6)
+    case = replace(small(**layout), model=ZERO_MODELS[model], optim=optim, micro_batch=1)
+    found = ranks(4, measure, case)[0]
+    assert not faults(found, reference_of(case)) and not found.differing
 
 
 @pytest.mark.parametrize(("model", "recompute"), [("gpt", "none"), ("llama", "full"), ("predictions", "none")])

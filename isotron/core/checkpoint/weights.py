@@ -12,7 +12,7 @@ from isotron.core.checkpoint.load import Loaded, TensorSource, Wanted, load_tens
 from isotron.core.layout import Box, Table, whole
 from isotron.core.parallel.model import ParallelModel
 
-OPTIMIZER = ("master/", "exp_avg/", "exp_avg_sq/", "momentum/")
+OPTIMIZER = ("master/", "exp_avg/", "exp_avg_sq/", "exp_avg_sq_row/", "exp_avg_sq_col/", "momentum/")
 
 
 def is_optimizer_state(name: str) -> bool:

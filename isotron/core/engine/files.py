@@ -45,8 +45,8 @@ class Saving(Protocol):
 def _tensors(engine: Saving) -> Iterator[Saved]:
     for view in engine.held.saved_views():
         yield Saved(view.placed.name, view.weight.dtype, view.placed.rule.shape, list(view.pieces(view.weight)))
-    for name, view, dtype, pieces in engine.state.pieces():
-        yield Saved(name, dtype, view.placed.rule.shape, pieces if view.counts else [])
+    for name, shape, dtype, pieces in engine.state.pieces():
+        yield Saved(name, dtype, shape, pieces)
     for name, tensor in engine.module.named_buffers():
         first = [(whole(tensor.shape), tensor)] if engine.group.index == 0 else []
         yield Saved(BUFFER + name, tensor.dtype, tuple(tensor.shape), first)

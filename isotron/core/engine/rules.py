@@ -48,14 +48,14 @@ def from_config(cfg: EngineConfig, params: Iterable[Any]) -> tuple[Rates, str, O
 
 
 def from_torch(optimizer: torch.optim.Optimizer, base: OptimConfig) -> tuple[str, OptimConfig]:
-    """(rule, its options) of AdamW, Adam or SGD of torch."""
+    """(rule, its options) of AdamW, Adam, SGD or Adafactor of torch."""
     groups = optimizer.param_groups
     for name, plain in _PLAIN.items():
         if any(group.get(name, plain) != plain for group in groups):
             raise refuse(
                 f"{type(optimizer).__name__}({name}=...)", f"only {name}={plain} is known here", "leave it out"
             )
-    for name in ("betas", "eps", "momentum"):
+    for name in ("betas", "eps", "momentum", "beta2_decay", "d"):
         if len({str(group.get(name)) for group in groups}) > 1:
             raise refuse(f"groups with another {name} each", "groups differ in lr and weight_decay only", "one value")
     first = groups[0]
@@ -67,7 +67,11 @@ def from_torch(optimizer: torch.optim.Optimizer, base: OptimConfig) -> tuple[str
             return ("adamw" if decoupled else "adam_l2"), optim
         case "SGD":
             return "sgd", replace(base, sgd_momentum=first["momentum"])
-    known = "AdamW, Adam and SGD of torch are known; Lion and Muon by the config"
+        case "Adafactor":
+            floor, least = first["eps"]
+            chosen = {"adafactor_decay": -first["beta2_decay"], "adafactor_clip": first["d"]}
+            return "adafactor", replace(base, adafactor_eps=floor or 0.0, adafactor_min_rms=least, **chosen)
+    known = "AdamW, Adam, SGD and Adafactor of torch are known; Lion and Muon by the config"
     raise refuse(f"an optimizer of type {type(optimizer).__name__}", known, "torch.optim.AdamW(model.parameters())")
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from isotron.core.options import option
 
-METHODS = ("adamw", "adam_l2", "sgd", "lion", "muon")
+METHODS = ("adamw", "adam_l2", "sgd", "lion", "adafactor", "muon")
 WIDTHS = ("float32", "bfloat16", "int8")
 
 
@@ -16,7 +16,8 @@ class OptimConfig:
 
     optimizer: str = option(
         "adamw",
-        "the update rule: adamw, adam_l2 (weight decay in the gradient), sgd, lion, or muon on the matrices of blocks",
+        "the update rule: adamw, adam_l2 (weight decay in the gradient), sgd, lion, adafactor (second moments as means "
+        "of rows and columns), or muon on the matrices of blocks",
         choices=METHODS,
     )
     adam_beta1: float = option(0.9, "decay of the first moment")
@@ -25,6 +26,14 @@ class OptimConfig:
     sgd_momentum: float = option(0.9, "of sgd; 0 keeps no state")
     lion_beta1: float = option(0.95, "share of the old momentum in the direction that lion takes the sign of")
     lion_beta2: float = option(0.98, "decay of lion's momentum")
+    adafactor_decay: float = option(
+        0.8, "adafactor's second moments take in a share of step ** -this of every new gradient"
+    )
+    adafactor_clip: float = option(1.0, "largest root mean square of a matrix's update of adafactor, before its length")
+    adafactor_min_rms: float = option(1e-3, "smallest root mean square of weights that adafactor's updates follow")
+    adafactor_eps: float = option(
+        0.0, "floor of adafactor's row means, and of roots of second moments; 0 means that of the type, as in torch"
+    )
     muon_momentum: float = option(0.95, "decay of muon's momentum")
     muon_nesterov: bool = option(True, "muon looks one step ahead along its momentum")
     muon_ns_steps: int = option(5, "Newton-Schulz iterations of muon")
@@ -35,9 +44,7 @@ class OptimConfig:
         choices=("spectral", "unit_rms_norm", "shape_scaling"),
     )
     muon_extra_scale_factor: float = option(0.2, "times that length; with spectral, 0.2 suits AdamW's learning rates")
-    muon_others: str = option(
-        "adamw", "the rule for what is no matrix of a block under muon", choices=("adamw", "adam_l2", "sgd", "lion")
-    )
+    muon_others: str = option("adamw", "the rule for what is no matrix of a block under muon", choices=METHODS[:-1])
     exp_avg_dtype: str = option(
         "float32",
         "type in which momentum (first moments) is kept; float32 means as wide as gradients, int8 is block-wise",

@@ -6,20 +6,31 @@ Sutskever et al. 2013 in torch's form (sgd); Chen et al. 2023, algorithm 2 (lion
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 from torch.optim.adam import adam
 from torch.optim.sgd import sgd
 
 from isotron.core.optim.config import OptimConfig
-from isotron.core.optim.method import Todo
+from isotron.core.optim.method import Shared, Todo
 
 
-class Adam:
+class Elementwise:
+    """All its state is that of single parameters, and no rank waits for another."""
+
+    together = False
+
+    def shared(self) -> Iterable[Shared]:
+        """Nothing."""
+        return ()
+
+
+class Adam(Elementwise):
     """One fused pass over memory; unscaling and clipping are a factor inside it."""
 
     states: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
-    together = False
 
     def __init__(self, cfg: OptimConfig, decoupled: bool) -> None:
         self.cfg, self.decoupled = cfg, decoupled
@@ -49,10 +60,8 @@ class Adam:
             )
 
 
-class SGD:
+class SGD(Elementwise):
     """Momentum adds up gradients undamped, weight decay is part of the gradient: torch's and Megatron's form."""
-
-    together = False
 
     def __init__(self, cfg: OptimConfig) -> None:
         self.momentum = cfg.sgd_momentum
@@ -77,11 +86,10 @@ class SGD:
             )
 
 
-class Lion:
+class Lion(Elementwise):
     """The sign of a mix of momentum and gradient; weight decay decoupled."""
 
     states: tuple[str, ...] = ("momentum",)
-    together = False
 
     def __init__(self, cfg: OptimConfig) -> None:
         self.beta1, self.beta2 = cfg.lion_beta1, cfg.lion_beta2

@@ -1,16 +1,17 @@
 """Who holds which boxes of which matrices, who works on which, and what travels. PURE: integers only.
 
-A fused parameter is as many matrices as it has parts: q|k|v are three, gate|up two. Matrices are dealt to the ranks of
-a group, the most work first, each to the rank with the least so far. They are taken in rounds, so that at most about
-`budget` elements of whole matrices are on a rank at a time.
+A fused parameter is as many matrices as it has parts: q|k|v are three, gate|up two, and every expert has its own.
+Matrices are dealt to the ranks of a group, the most work first, each to the rank with the least so far. They are taken
+in rounds, so that at most about `budget` elements of whole matrices are on a rank at a time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, product
 
-from isotron.core.layout import Box, Rule, whole
+from isotron.core.layout import Box, Rule
 
 Held = Mapping[str, Sequence[Box]]
 
@@ -35,16 +36,14 @@ class Matrix:
 
 
 def parts(rule: Rule) -> list[Box]:
-    """The matrices inside one parameter of two dimensions."""
-    if rule.split is None:
-        return [whole(rule.shape)]
-    boxes, at = [], 0
-    for part in rule.split.parts:
-        size = part.count * part.unit
-        offset = tuple(at if d == rule.split.dim else 0 for d in range(2))
-        boxes.append(Box(offset, tuple(size if d == rule.split.dim else n for d, n in enumerate(rule.shape))))
-        at += size
-    return boxes
+    """The matrices (or vectors) inside one parameter: the parts of a fused dimension, for each expert its own."""
+    ends = [{0, size} for size in rule.shape]
+    if rule.split is not None:
+        ends[rule.split.dim] |= set(accumulate(part.count * part.unit for part in rule.split.parts))
+    if rule.experts:
+        ends[0] |= set(range(0, rule.shape[0], rule.shape[0] // rule.experts))
+    runs = [list(zip(at, at[1:], strict=False)) for at in map(sorted, ends)]
+    return [Box(tuple(a for a, _ in box), tuple(b - a for a, b in box)) for box in product(*runs)]
 
 
 def deal(sections: Mapping[str, Sequence[Box]], held: Sequence[Held]) -> list[Matrix]:

@@ -5,13 +5,33 @@ A rule sees wide tensors (float32 or float64) in whatever cut the layout made; o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
+from isotron.core.layout import Box, Ints
+from isotron.core.optim.kept import Kept
 from isotron.core.parallel.data import View
+
+
+@dataclass(frozen=True)
+class Shared:
+    """State that all ranks of a stage hold alike, under the global name of a parameter and with a shape of its own.
+
+    `spots`: (region of the whole, where it begins in the flat tensor that is kept, whether this rank saves it).
+    """
+
+    name: str
+    shape: Ints
+    kept: Kept
+    spots: tuple[tuple[Box, int, bool], ...]
+
+    def pieces(self, flat: Tensor, owned: bool = True) -> list[tuple[Box, Tensor]]:
+        """(region, tensor) of those that this rank saves, or of all."""
+        spots = ((box, start) for box, start, saves in self.spots if saves or not owned)
+        return [(box, flat[start : start + box.size].view(box.shape)) for box, start in spots]
 
 
 @dataclass(frozen=True)
@@ -57,4 +77,8 @@ class Method(Protocol):
 
     def update(self, todo: Todo) -> None:
         """Change masters and states in place; gradients may be used up."""
+        ...
+
+    def shared(self) -> Iterable[Shared]:
+        """What it keeps beside the states of single parameters."""
         ...

@@ -8,7 +8,7 @@ are those of Megatron's emerging optimizers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -18,9 +18,10 @@ from isotron.core import comm
 from isotron.core.layout import Box
 from isotron.core.mesh import Group
 from isotron.core.optim.config import OptimConfig
-from isotron.core.optim.matrices import Matrix, deal, parts, rounds
-from isotron.core.optim.method import Todo
+from isotron.core.optim.matrices import Matrix, rounds
+from isotron.core.optim.method import Shared, Todo
 from isotron.core.optim.newton_schulz import length, orthogonalised
+from isotron.core.optim.spread import dealt, held
 from isotron.core.parallel.data import View
 
 BUDGET = 1 << 26  # elements of whole matrices on a rank at a time
@@ -41,6 +42,10 @@ class Muon:
     ) -> None:
         self.cfg, self.group, self.like = cfg, group, like
         self.rounds = rounds(dealt(views, group), group.size, budget)
+
+    def shared(self) -> Iterable[Shared]:
+        """Nothing."""
+        return ()
 
     def update(self, todo: Todo) -> None:
         """Collective over the group."""
@@ -93,29 +98,3 @@ class Muon:
         boxes = [(m.name, box) for run in into for m, box in run]
         cut = received.split([box.size for _, box in boxes]) if boxes else ()
         return {(name, box): piece.view(box.shape) for (name, box), piece in zip(boxes, cut, strict=True)}
-
-
-def dealt(views: Sequence[View], group: Group) -> list[Matrix]:
-    """The matrices of a group with their owners; every rank of it calls this and gets the same."""
-    own: dict[str, Any] = {}
-    for view in views:
-        regions = [[b.offset, b.shape] for b in parts(view.placed.rule)]
-        entry = own.setdefault(view.placed.name, {"parts": regions, "boxes": []})
-        entry["boxes"] += [[box.offset, box.shape] for box, _ in held(view, view.weight)]
-    everyone = comm.broadcast_json(comm.gather_json(own, group), group)
-    sections = {name: _boxes(entry["parts"]) for rank in everyone for name, entry in rank.items()}
-    return deal(sections, [{name: _boxes(entry["boxes"]) for name, entry in rank.items()} for rank in everyone])
-
-
-def held(view: View, flat: Tensor) -> Iterator[tuple[Box, Tensor]]:
-    """What a view holds of its parameter's matrices, each piece inside one of them."""
-    regions = parts(view.placed.rule)
-    for box, tensor in view.pieces(flat, owned=False):
-        for region in regions:
-            common = region.overlap(box)
-            if common is not None:
-                yield common, tensor[common.relative_to(box).slices()]
-
-
-def _boxes(found: list[Any]) -> list[Box]:
-    return [Box(tuple(offset), tuple(shape)) for offset, shape in found]

@@ -14,15 +14,16 @@ import torch
 from torch import Tensor
 
 from isotron.core.errors import refuse
-from isotron.core.layout import Box
+from isotron.core.layout import Box, Ints
 from isotron.core.mesh import ALONE, Group
+from isotron.core.optim.adafactor import Adafactor
 from isotron.core.optim.config import OptimConfig
 from isotron.core.optim.elementwise import SGD, Adam, Lion
 from isotron.core.optim.groups import Settings, settle
 from isotron.core.optim.hosted import ALIGN, Arrived, Courier, grouped
 from isotron.core.optim.hosted import Group as HostGroup
 from isotron.core.optim.kept import Kept, Remainder, Whole, Zeros, kept, zeros_on
-from isotron.core.optim.method import Method, Todo
+from isotron.core.optim.method import Method, Shared, Todo
 from isotron.core.optim.muon import Muon
 from isotron.core.parallel.data import View
 from isotron.core.parallel.offload import Offload, hosted
@@ -37,9 +38,13 @@ class Slot:
     kept: Kept
 
     @property
-    def packed(self) -> bool:
-        """Whether a checkpoint holds it in another form."""
-        return self.kept.packed
+    def shape(self) -> Ints:
+        """Of the whole."""
+        return self.view.placed.rule.shape
+
+    def pieces(self, flat: Tensor, owned: bool = True) -> list[tuple[Box, Tensor]]:
+        """(global box, tensor) of those that this rank saves, or of all that it holds."""
+        return list(self.view.pieces(flat, owned)) if self.view.counts or not owned else []
 
 
 class Optimizer:
@@ -102,9 +107,10 @@ class Optimizer:
                 return SGD(self.cfg)
             case "lion":
                 return Lion(self.cfg)
-            case "muon":
+            case "muon" | "adafactor":
                 views = [self.views[i] for i in self._of[name]]
-                return Muon(self.cfg, views, neighbours, views[0].grad.new_empty(0) if like is None else like)
+                empty = views[0].grad.new_empty(0) if like is None else like
+                return (Muon if name == "muon" else Adafactor)(self.cfg, views, neighbours, empty)
         return Adam(self.cfg, decoupled=name == "adamw")
 
     def _new_states(self, i: int, view: View) -> dict[str, Kept]:
@@ -225,23 +231,29 @@ class Optimizer:
 
     # ---- what is kept ----------------------------------------------------------------------------------------------
 
-    def slots(self) -> Iterator[Slot]:
+    def slots(self) -> Iterator[Slot | Shared]:
         """All state, in one order of kinds; masters only where they are not the weights."""
         for kind in dict.fromkeys(name for states in self.states for name in states):
             for view, states in zip(self.views, self.states, strict=True):
                 if kind in states and not (kind == "master" and view.weight.dtype == view.grad.dtype):
                     yield Slot(f"{kind}/{view.placed.name}", view, states[kind])
+        for method in self.methods.values():
+            yield from method.shared()
 
-    def pieces(self) -> Iterator[tuple[str, View, torch.dtype, list[tuple[Box, Tensor]]]]:
-        """(kind/name, view, dtype, [(global box, tensor)]) of all state that this rank saves."""
+    def pieces(self) -> Iterator[tuple[str, Ints, torch.dtype, list[tuple[Box, Tensor]]]]:
+        """(kind/name, global shape, dtype, [(global box, tensor)]) of all state; the boxes are what this rank saves."""
         for slot in self.slots():
             tensor = slot.kept.stored()
-            yield slot.name, slot.view, tensor.dtype, list(slot.view.pieces(tensor))
+            yield slot.name, slot.shape, tensor.dtype, slot.pieces(tensor)
 
     def nbytes(self, *kinds: str, host: bool | None = None) -> int:
         """Bytes of some kinds of state of this rank, of all without a name; `host`: there alone, or elsewhere alone."""
         chosen = (s for i, s in enumerate(self.states) if host is None or (i in self._hosted) == host)
-        return sum(k.nbytes() for states in chosen for name, k in states.items() if not kinds or name in kinds)
+        own = sum(k.nbytes() for states in chosen for name, k in states.items() if not kinds or name in kinds)
+        if host:
+            return own
+        found = {id(s.kept): s for m in self.methods.values() for s in m.shared()}.values()
+        return own + sum(s.kept.nbytes() for s in found if not kinds or s.name.split("/")[0] in kinds)
 
 
 def _decay(view: View, settings: Settings) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from isotron.core.checkpoint.load import TensorSource, Wanted, load_tensors
+from isotron.core.optim.method import Shared
 from isotron.core.optim.optimizer import Optimizer, Slot
 
 
@@ -15,15 +16,14 @@ def load_slots(optimizer: Optimizer, source: TensorSource) -> None:
     """
     names, slots = set(source.names()), list(optimizer.slots())
 
-    def wanted(slot: Slot, tensor: Tensor | None) -> Wanted:
+    def wanted(slot: Slot | Shared, tensor: Tensor | None) -> Wanted:
         name = slot.name if slot.name in names else slot.name.removeprefix("master/")
-        pieces = [] if tensor is None else list(slot.view.pieces(tensor, owned=False))
-        return Wanted(name, pieces, slot.view.placed.rule.shape)
+        return Wanted(name, [] if tensor is None else slot.pieces(tensor, owned=False), slot.shape)
 
-    at_once = [wanted(slot, None if slot.packed else slot.kept.stored()) for slot in slots]
+    at_once = [wanted(slot, None if slot.kept.packed else slot.kept.stored()) for slot in slots]
     load_tensors(source, at_once, ignore=lambda name: True)
     for slot in slots:
-        if slot.packed:
+        if slot.kept.packed:
             wide = slot.kept.stored()
             load_tensors(source, [wanted(slot, wide)], ignore=lambda name: True)
             slot.kept.write(wide)
