@@ -8,7 +8,7 @@ from __future__ import annotations
 _ONE = "isotron has one implementation of every layer"
 _FUSED = "fused kernels are picked by what the device can do"
 _FSDP = "what is sharded is said by --data-parallel-sharding-strategy, or --zero"
-_ACC = "gradients always accumulate in float32 (or float64)"
+_ACC = "weight gradients are always formed beside their sums, in the type of --main-grads-dtype"
 _COMM = "communication is overlapped where the layout allows it"
 _FORMAT = "isotron has one checkpoint format, loadable in any layout"
 _NEAR = "--local-save keeps the files of a node's ranks there, and one copy on the next node"
@@ -45,7 +45,6 @@ IGNORED: dict[str, tuple[int, str]] = {
     "--cross-entropy-fusion-impl": (1, "the loss is always chunked and never holds all logits"),
     "--gradient-accumulation-fusion": (0, _ACC),
     "--no-gradient-accumulation-fusion": (0, _ACC),
-    "--accumulate-allreduce-grads-in-fp32": (0, _ACC),
     "--use-precision-aware-optimizer": (0, "the types of optimizer state are options of their own: --exp-avg-dtype"),
     "--overlap-cpu-optimizer-d2h-h2d": (0, _OFFLOAD),
     "--use-torch-optimizer-for-cpu-offload": (0, _OFFLOAD),

@@ -152,7 +152,6 @@ ONLY: dict[str, tuple[tuple[str, ...], str, str]] = {
         "--mid-level-dataset-surplus 0.005",
     ),
     "--main-params-dtype": (("fp32",), "masters are float32", "--main-params-dtype fp32, or --master-remainders"),
-    "--main-grads-dtype": (("fp32",), "gradients accumulate in float32", "--main-grads-dtype fp32"),
     "--dataset-impl": (("mmap",), "data files are always memory-mapped", "--dataset-impl mmap"),
     "--empty-unused-memory-level": (("0",), "cached memory is kept", "--empty-unused-memory-level 0"),
 }

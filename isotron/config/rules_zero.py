@@ -33,6 +33,11 @@ def _live_weights(c: RunConfig, f: Facts) -> Problem:
     return Problem(asked(c, "max_live_parameters", "zero", "dp"), case, "--max-live-parameters 0")
 
 
+def _sums(c: RunConfig, f: Facts) -> Problem:
+    case = "gradients add up in float32 or wider, or in the type of 16-bit weights"
+    return Problem(asked(c, "main_grads_dtype", "dtype"), case, "--main-grads-dtype auto")
+
+
 def _offload_part(c: RunConfig, f: Facts) -> Problem:
     return Problem(asked(c, "optimizer_offload_fraction"), "a share is above 0 and at most 1",
                    "--optimizer-offload-fraction 1.0")  # fmt: skip
@@ -69,6 +74,8 @@ ZERO_RULES: tuple[Rule, ...] = (
          lambda c, f: c.layout.zero_shard_size > 0 and c.layout.zero_stage == 0, _shard_nothing),
     Rule("weights that come and go", ("max_live_parameters", "zero", "dp"),
          lambda c, f: c.layout.max_live_parameters > 0 and c.layout.zero_stage < 3, _live_weights),
+    Rule("sums of gradients", ("main_grads_dtype", "dtype"),
+         lambda c, f: c.layout.main_grads_dtype not in ("auto", c.train.dtype), _sums),
     Rule("a share to offload", ("optimizer_offload_fraction",),
          lambda c, f: not 0.0 < c.layout.optimizer_offload_fraction <= 1.0, _offload_part),
     Rule("masters that can be offloaded", ("optimizer_cpu_offload", "master_remainders"),

@@ -44,8 +44,13 @@ class Job:
 
     @property
     def wide(self) -> int:
-        """Bytes of a gradient, a master or a moment."""
+        """Bytes of a master, a moment, and a gradient unless `gradient` says otherwise."""
         return max(4, self.element)
+
+    @property
+    def gradient(self) -> int:
+        """Bytes of a gradient that is kept."""
+        return self.wide if self.layout.main_grads_dtype == "auto" else self.element
 
     @property
     def dp(self) -> int:

@@ -63,4 +63,4 @@ def _gradients(job: Job, parts: Sequence[StagePart]) -> float:
     largest = max((s.stop - s.start for s in spans), default=0)
     tied = sum(s.stop - s.start for s in spans if s.kind.tied)
     flying = 2 if job.layout.overlap_grad_reduce else 1
-    return float(min((1 + 2 * flying) * largest + tied, 3 * sum(s.stop - s.start for s in spans)) * job.wide)
+    return float(min((1 + 2 * flying) * largest + tied, 3 * sum(s.stop - s.start for s in spans)) * job.gradient)

@@ -71,7 +71,7 @@ def _states(job: Job, parts: Sequence[StagePart], dp_rank: int) -> Bytes:
     weights, gradients = (whole if zero < 3 else own) - lean, (whole if zero < 2 else own)
     host = lean * job.element + away * (master + 2 * job.wide)
     kept = own - away
-    sizes = (weights * job.element, gradients * job.wide, kept * master, 2 * kept * job.wide)
+    sizes = (weights * job.element, gradients * job.gradient, kept * master, 2 * kept * job.wide)
     return Bytes(*sizes, host=host)
 
 

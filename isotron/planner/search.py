@@ -60,7 +60,7 @@ def quick_memory(job: Job, context: float) -> float:
     held, experts, zero = held_elements(job), held_experts(job), job.layout.zero_stage
     own = (held - experts) / job.layout.shard_ranks + experts / job.layout.expert_shard_ranks
     masters = job.wide if job.wide != job.element else 0
-    state = (own if zero == 3 else held) * job.element + (own if zero >= 2 else held) * job.wide
+    state = (own if zero == 3 else held) * job.element + (own if zero >= 2 else held) * job.gradient
     state += own * (masters + 2 * job.wide)
     counts = [len(r) for r in stage_layers(job.config, job.layout)]
     kept = stage_bytes(job, max(counts), True, job.layout.stages == 1) * _in_flight(job)

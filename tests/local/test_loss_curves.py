@@ -49,10 +49,10 @@ def batches(step: int) -> list[Batch]:
 
 
 @cache
-def curve(dtype: str = "float32", **optim: Any) -> torch.Tensor:
+def curve(dtype: str = "float32", sums: str = "auto", **optim: Any) -> torch.Tensor:
     """The loss of every step."""
     cfg = OptimConfig(**{"adam_beta2": 0.999, "loss_scale_window": 50, "initial_loss_scale": 2.0**12, **optim})
-    layout = Layout(dp=1, make_vocab_size_divisible_by=1)
+    layout = Layout(dp=1, make_vocab_size_divisible_by=1, main_grads_dtype=sums)
     model = ParallelModel(MODEL, layout, Mesh(), getattr(torch, dtype), torch.device("cpu"), 1)
     optimizer, scaler = make_optimizer(model, cfg), LossScaler.for_run(dtype, cfg)
     schedule = ScheduleConfig(lr=2e-3, lr_warmup_iters=20, lr_decay_iters=STEPS)
@@ -73,7 +73,8 @@ CURVES: dict[str, tuple[dict[str, Any], float, float]] = {
     "bfloat16, masters in two halves": ({"dtype": "bfloat16", "master_remainders": True}, 0.03, 0.02),
     "moments in bfloat16": ({"exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfloat16"}, 0.02, 0.01),
     "moments in int8": (NARROW, 0.03, 0.02),
-    "bfloat16, moments in int8": ({"dtype": "bfloat16", **NARROW}, 0.03, 0.02),
+    "bfloat16, gradients in bfloat16": ({"dtype": "bfloat16", "sums": "bfloat16"}, 0.03, 0.02),
+    "bfloat16, moments in int8": ({"dtype": "bfloat16", **NARROW}, 0.05, 0.03),
 }
 
 

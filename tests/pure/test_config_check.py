@@ -149,6 +149,7 @@ BOTH_SIDES: dict[str, tuple[str, str, dict]] = {
     "words of parameter groups": ("--param-groups embed.*:lr=2", "--param-groups embed.*:lr_mult=2,optimizer=lion", {}),
     "muP": ("--mup-base-hidden-size 64 --optimizer sgd", "--mup-base-hidden-size 64 --optimizer muon", {}),
     "moments of adafactor": ("--optimizer adafactor --exp-avg-sq-dtype bfloat16", "--optimizer adafactor", {}),
+    "sums of gradients": ("--main-grads-dtype bf16", "--main-grads-dtype bf16 --dtype bfloat16", {}),
     "remainders of bfloat16": ("--master-remainders", "--master-remainders --dtype bfloat16", {}),
     "warm-up before decay": ("--lr-warmup-iters 100", "--lr-warmup-iters 99", {}),
     "min_lr below lr": ("--lr 0.1 --min-lr 0.2", "--lr 0.1 --min-lr 0.1", {}),

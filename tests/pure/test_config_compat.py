@@ -40,6 +40,8 @@ def refusal(line):
         ("--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads", {"zero": 2}),
         ("--data-parallel-sharding-strategy optim_grads_params", {"zero": 3}),
         ("--use-torch-fsdp2 --grad-reduce-in-bf16", {"zero": 3, "grad_reduce_dtype": "bfloat16"}),
+        ("--bf16 --main-grads-dtype bf16", {"dtype": "bfloat16", "main_grads_dtype": "bfloat16"}),
+        ("--main-grads-dtype bf16 --accumulate-allreduce-grads-in-fp32", {"main_grads_dtype": "auto"}),
         ("--bf16", {"dtype": "bfloat16"}),
         ("--bf16 --fp16", {"dtype": "float16"}),
         ("--bf16 --dtype float64", {"dtype": "float64"}),

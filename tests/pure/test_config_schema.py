@@ -48,7 +48,7 @@ async_save
 keep_every on_save_failure multiple_validation_sets
 pack_documents fim_rate fim_spm_rate fim_cut fim_token_ids rampup_batch_size skip_samples vocab_extra_ids
 eval_tasks on_nan spike_factor on_spike rerun straggler_interval
-exit_duration_in_mins inject resume_check zero_shard_size grad_reduce_dtype optimizer_cpu_offload
+exit_duration_in_mins inject resume_check zero_shard_size grad_reduce_dtype main_grads_dtype optimizer_cpu_offload
 optimizer_offload_fraction offload_weights offload_dir max_live_parameters remote_save rename strict_load
 local_save local_save_interval local_save_ranks fp32_residual_connection
 """

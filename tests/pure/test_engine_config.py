@@ -80,7 +80,7 @@ def test_what_is_read(tmp_path: Path) -> None:
         ({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}, "below stage 3"),
         ({"fp16": True}, "a table of its own"),
         ({"communication_data_type": "fp8"}, "fp32, fp16, bf16"),
-        ({"data_types": {"grad_accum_dtype": "bf16"}}, "add up in float32"),
+        ({"data_types": {"grad_accum_dtype": "bf16"}}, "type of 16-bit weights"),
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "weights have one type"),
         ({"optimizer": {"type": "OneBitAdam", "params": {}}}, "Adam, AdamW, SGD, Lion and Muon"),
         ({"optimizer": {"type": "SGD", "params": {"nesterov": True}}}, "optimizer.params.nesterov"),

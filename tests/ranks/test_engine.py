@@ -12,6 +12,7 @@ import torch.nn as nn
 from torch import Tensor
 
 import isotron
+from isotron.core.engine.shard import shard
 from isotron.core.errors import Refused
 from tests.ranks import engine_bodies as bodies
 
@@ -72,6 +73,13 @@ def test_gradients_travel_in_the_type_that_is_asked_for(ranks: Ranks) -> None:
         for kind in ("fp32", "bf16")
     )
     assert narrow[1] != exact[1] and narrow[1] == pytest.approx(exact[1], rel=1e-2)
+    half = {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}
+    wide, short = (ranks(2, bodies.trained, bodies.config(data_types={"grad_accum_dtype": kind}, **half))[0]
+                   for kind in ("fp32", "bf16"))  # fmt: skip
+    assert short[1] != wide[1] and short[1] == pytest.approx(wide[1], rel=2e-2)
+    with pytest.raises(Refused, match="an optimizer of torch wants gradients of its parameters' type"):
+        net = bodies.net(torch.float32)
+        shard(net, torch.optim.AdamW(net.parameters()), zero=1, grad_dtype=torch.bfloat16)
 
 
 def test_offloading_changes_no_bit(ranks: Ranks, tmp_path: Path) -> None:

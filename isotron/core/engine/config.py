@@ -60,7 +60,8 @@ PARAMS = {
 @dataclass(frozen=True)
 class EngineConfig:
     """What an engine needs to know. Batch sizes in samples; `optimizer` is None where the caller brings one; `dtype` is
-    empty where the module keeps its own, `reduce_dtype` where gradients travel in the type of their sums.
+    empty where the module keeps its own, `reduce_dtype` where gradients travel in the type of their sums, `sum_dtype`
+    where these are float32.
     """
 
     micro_batch: int = 1
@@ -71,6 +72,7 @@ class EngineConfig:
     bucket_size: int = 40_000_000
     offload: Offload = Offload()
     reduce_dtype: str = ""
+    sum_dtype: str = ""
     optim: OptimConfig = OptimConfig(clip_grad=0.0)
     optimizer: str | None = None
     lr: float = 1e-3
@@ -100,7 +102,8 @@ def read(source: Mapping[str, Any] | str | Path, ways: int) -> EngineConfig:
         zero=_number(zero, "stage", 0, "zero_optimization.", (0, 1, 2, 3)),
         bucket_size=_number(zero, "reduce_bucket_size", 40_000_000, "zero_optimization."),
         offload=_offload(zero),
-        reduce_dtype=_transport(tree),
+        reduce_dtype=_type(tree, "communication_data_type"),
+        sum_dtype=_sums(tree),
         optim=optim,
         optimizer=method,
         lr=lr,
@@ -186,18 +189,23 @@ def _dtype(tree: Mapping[str, Any]) -> str:
     return "float16" if half is True else "bfloat16" if brain is True else ""
 
 
-def _transport(tree: Mapping[str, Any]) -> str:
-    """The type in which gradients travel; they add up in float32 or wider, which is the only choice."""
+def _type(table: Mapping[str, Any], key: str, path: str = "") -> str:
+    """A type by its short name; empty for float32 and where none is given."""
     names = {None: "", "fp32": "", "fp16": "float16", "bf16": "bfloat16", "bfp16": "bfloat16"}
-    given = tree.get("communication_data_type")
+    given = table.get(key)
     if given not in names:
         case = f"the types are {', '.join(str(n) for n in names if n)}"
-        raise refuse(f'"communication_data_type": {given!r}', case, '"communication_data_type": "bf16"')
-    sums = tree.get("data_types", {}).get("grad_accum_dtype")
-    if sums not in (None, "fp32"):
-        case = "gradients of micro batches add up in float32"
-        raise refuse(f'"data_types.grad_accum_dtype": {sums!r}', case, '"grad_accum_dtype": "fp32"')
+        raise refuse(f'"{path}{key}": {given!r}', case, f'"{key}": "bf16"')
     return names[given]
+
+
+def _sums(tree: Mapping[str, Any]) -> str:
+    """The type in which gradients add up over micro batches: float32, or that of 16-bit weights."""
+    found = _type(tree.get("data_types", {}), "grad_accum_dtype", "data_types.")
+    if found and found != _dtype(tree):
+        case = "gradients add up in float32 or in the type of 16-bit weights"
+        raise refuse(f'"data_types.grad_accum_dtype": {found!r}', case, '"grad_accum_dtype": "fp32"')
+    return found
 
 
 def _offload(zero: Mapping[str, Any]) -> Offload:

@@ -93,8 +93,11 @@ class GradSink:
             self._outer(dy, x)
 
     def add_rows(self, index: Tensor, dy: Tensor) -> None:
-        """Accumulate dy_NI at rows index_N."""
+        """Accumulate dy_NI at rows index_N; a row that comes often is summed before it goes into 16 bits."""
         self.clear_if_fresh()
+        if self.buffer.dtype.itemsize < 4:
+            index, places = index.unique(return_inverse=True)
+            dy = dy.new_zeros(len(index), *dy.shape[1:], dtype=torch.float32).index_add_(0, places, dy.float())
         self.buffer.index_add_(0, index, dy.to(self.buffer.dtype))
         self.written()
 
@@ -122,10 +125,11 @@ class GradSink:
 
 
 def add_narrow(total: Tensor, part: Tensor) -> None:
-    """total += part of the same shape. On a CPU a part of another type is widened block by block: `add_` alone makes a
-    wide copy of all of it, in memory that is not in the cache.
+    """total += part of the same shape. On a CPU a narrower part is widened block by block: `add_` alone makes a wide
+    copy of all of it, in memory that is not in the cache.
     """
-    if total.dtype == part.dtype or total.device.type != "cpu" or total.numel() <= ADD_ELEMENTS:
+    narrower = part.dtype.itemsize < total.dtype.itemsize
+    if not narrower or total.device.type != "cpu" or total.numel() <= ADD_ELEMENTS:
         total.add_(part)
         return
     sums, parts = total.view(-1), part.reshape(-1)

@@ -27,10 +27,10 @@ def global_norm(views: Sequence[View], world: Group, scale: float = 1.0, device:
 
 def sum_of_squares(x: Tensor) -> Tensor:
     """In float64, from short float32 sums: one long float32 sum of millions is off by parts in a thousand on a CPU."""
-    flat = x.reshape(-1)
+    flat, wide = x.reshape(-1), torch.promote_types(x.dtype, torch.float32)
     rows, rest = flat[: len(flat) // BLOCK * BLOCK].view(-1, BLOCK), flat[len(flat) // BLOCK * BLOCK :]
-    sums = torch.linalg.vector_norm(rows, dim=1).double().square().sum()
-    return sums + torch.linalg.vector_norm(rest).double().square()
+    sums = torch.linalg.vector_norm(rows, dim=1, dtype=wide).double().square().sum()
+    return sums + torch.linalg.vector_norm(rest, dtype=wide).double().square()
 
 
 def clip_factor(norm: float, limit: float) -> float:

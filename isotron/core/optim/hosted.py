@@ -99,7 +99,7 @@ class Courier:
 
     def send(self, views: Sequence[View]) -> Arrived:
         """Begin to copy the gradients, and those weights that have no master of their own."""
-        dtype = views[0].grad.dtype
+        dtype = views[0].wide
         without = [not v.hosted and v.weight.dtype == dtype for v in views]
         sizes = [s for v, w in zip(views, without, strict=True) for s in ((v.box.size,) * (2 if w else 1))]
         places = list(self._room(sum(sizes), dtype).split(sizes))

@@ -67,7 +67,7 @@ class Optimizer:
         self.settings = settle(shapes, cfg, whole=False) if settings is None else settings
         self.cfg, self.updates = cfg, 0
         self.views = [v for v in views if not self.settings[v.placed.name].frozen]
-        self.own_masters = not all(v.weight.dtype == v.grad.dtype for v in self.views)
+        self.own_masters = not all(v.weight.dtype == v.wide for v in self.views)
         self._of = self._by_method()
         self.methods = {name: self._method(name, neighbours, like) for name in self._of}
         self._groups = self._host_groups(offload or Offload())
@@ -87,7 +87,7 @@ class Optimizer:
 
         def needs(i: int) -> int:
             kinds = 1 + len(self.methods[self.settings[self.views[i].placed.name].optimizer].states)
-            return kinds * (sizes[i] * (self.views[i].grad.element_size() + 1) + 2 * ALIGN)
+            return kinds * (sizes[i] * (self.views[i].wide.itemsize + 1) + 2 * ALIGN)
 
         device = self.views[0].grad.device if self.views else torch.device("cpu")
         found = {name: [i for i in places if i < count] for name, places in self._of.items()}
@@ -109,7 +109,7 @@ class Optimizer:
                 return Lion(self.cfg)
             case "muon" | "adafactor":
                 views = [self.views[i] for i in self._of[name]]
-                empty = views[0].grad.new_empty(0) if like is None else like
+                empty = views[0].grad.new_empty(0, dtype=views[0].wide) if like is None else like
                 return (Muon if name == "muon" else Adafactor)(self.cfg, views, neighbours, empty)
         return Adam(self.cfg, decoupled=name == "adamw")
 
@@ -120,15 +120,15 @@ class Optimizer:
         for name in self.methods[self.settings[view.placed.name].optimizer].states:
             second = name == "exp_avg_sq"
             dtype = self.cfg.exp_avg_sq_dtype if second else self.cfg.exp_avg_dtype
-            states[name] = kept(view.box.shape, view.grad.dtype, dtype, not second, zeros)
+            states[name] = kept(view.box.shape, view.wide, dtype, not second, zeros)
         return states
 
     def _new_master(self, view: View, zeros: Zeros) -> Kept:
-        if view.weight.dtype == view.grad.dtype:
+        if view.weight.dtype == view.wide:
             return Whole(view.weight, own=False)
         if self.cfg.master_remainders:
             return Remainder(view.weight)
-        return Whole(zeros((view.box.size,), view.grad.dtype).copy_(view.weight))
+        return Whole(zeros((view.box.size,), view.wide).copy_(view.weight))
 
     # ---- stepping --------------------------------------------------------------------------------------------------
 
@@ -175,8 +175,9 @@ class Optimizer:
         return None if self._courier is None else self._courier.send([self.views[i] for i in group.places])
 
     def _parts(self, chosen: list[int]) -> list[list[int]]:
-        """What is stepped at once: everything, or one view at a time where states must be unpacked first."""
+        """What is stepped at once: everything, or one view at a time where states are unpacked or gradients widened."""
         packed = {i for i in chosen if any(not k.direct for k in self.states[i].values())}
+        packed |= {i for i in chosen if self.views[i].grad.dtype != self.views[i].wide}
         plain = [i for i in chosen if i not in packed]
         return ([plain] if plain else []) + [[i] for i in chosen if i in packed]
 
@@ -200,7 +201,7 @@ class Optimizer:
             Todo(
                 views,
                 [o["master"] for o in opened],
-                [v.grad for v in views] if arrived is None else arrived.grads,
+                [v.grad.to(v.wide) for v in views] if arrived is None else arrived.grads,
                 {name: [o[name] for o in opened] for name in method.states},
                 [lr * s.lr_mult for s in settings],
                 [weight_decay * _decay(v, s) for v, s in zip(views, settings, strict=True)],
@@ -223,8 +224,8 @@ class Optimizer:
     def refresh_masters(self) -> None:
         """Masters from weights: after loading weights alone."""
         for view, master in self._masters():
-            if view.weight.dtype != view.grad.dtype:
-                master.write(view.weight.to(view.grad.dtype))
+            if view.weight.dtype != view.wide:
+                master.write(view.weight.to(view.wide))
 
     def _masters(self) -> Iterator[tuple[View, Kept]]:
         return ((v, states["master"]) for v, states in zip(self.views, self.states, strict=True))
@@ -235,7 +236,7 @@ class Optimizer:
         """All state, in one order of kinds; masters only where they are not the weights."""
         for kind in dict.fromkeys(name for states in self.states for name in states):
             for view, states in zip(self.views, self.states, strict=True):
-                if kind in states and not (kind == "master" and view.weight.dtype == view.grad.dtype):
+                if kind in states and not (kind == "master" and view.weight.dtype == view.wide):
                     yield Slot(f"{kind}/{view.placed.name}", view, states[kind])
         for method in self.methods.values():
             yield from method.shared()

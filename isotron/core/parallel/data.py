@@ -1,8 +1,8 @@
 """Data parallelism: the weights and gradients of a stage in flat buffers, and where gradients meet.
 
-One buffer of weights (model dtype) and one of gradients (float32 or wider) per stage, cut into buckets and each bucket
-into runs, at row boundaries (`buckets.py`); what of a bucket stays here and what comes and goes is in `shards.py`.
-A run's gradients are summed at its owner, which steps it.
+One buffer of weights (model dtype) and one of gradients (float32 or wider, unless told) per stage, cut into buckets and
+each bucket into runs, at row boundaries (`buckets.py`); what of a bucket stays here and what comes and goes is in
+`shards.py`. A run's gradients are summed at its owner, which steps it.
 
 Two kinds of gradients need another sum, of runs: those that each tensor-parallel rank saw only a part of the
 activation for (norm gains under sequence parallelism, shared key/value heads), and tied embeddings that live on two
@@ -46,6 +46,11 @@ class View:
     trained: bool = True
     counts: bool = True
     hosted: bool = False
+
+    @property
+    def wide(self) -> torch.dtype:
+        """The type of masters and of what an update computes in: float32 or wider, whatever gradients are kept in."""
+        return torch.promote_types(self.weight.dtype, torch.float32)
 
     def pieces(self, flat: Tensor, owned: bool = True) -> Iterator[tuple[Box, Tensor]]:
         """(global box, tensor) of the pieces inside the view's rows of any flat tensor laid out like it."""
@@ -92,9 +97,9 @@ class Flat:
         spans = cut_buckets(self._shapes, kinds, plan.bucket_size, plan.ways)
         trained = [s for s in spans if not s.kind.frozen]
         sums = [plan.held(s, plan.keeps_gradients(s)) for s in trained] + [(0, 0)] * (len(spans) - len(trained))
-        wide = torch.promote_types(dtype, torch.float32)
+        kept = plan.sums if plan.sums is not None and dtype.itemsize < 4 else torch.promote_types(dtype, torch.float32)
         weights = self._allocate(spans, dtype, device)
-        self.grads = torch.zeros(sum(b - a for a, b in sums), dtype=wide, device=device)
+        self.grads = torch.zeros(sum(b - a for a, b in sums), dtype=kept, device=device)
         totals = self.grads.split([b - a for a, b in sums])
         self.buckets: list[Bucket] = []
         self.sinks: dict[str, GradSink] = {}

@@ -157,10 +157,14 @@ class Layout:
     )
     grad_reduce_dtype: str = option(
         "auto",
-        "type in which gradients travel between data-parallel ranks; auto is that of their sums, float32 or wider",
+        "type in which gradients travel between data-parallel ranks; auto is that of their sums",
         choices=("auto", "float64", "float32", "bfloat16"),
     )
-
+    main_grads_dtype: str = option(
+        "auto",
+        "type in which gradients add up and are kept: auto is float32 or wider; 16-bit weights may have theirs",
+        choices=("auto", "bfloat16", "float16"),
+    )
     max_live_parameters: int = option(
         0,
         "under zero 3, weights that may stay gathered on a rank from one microbatch to the next, whole stages at a "

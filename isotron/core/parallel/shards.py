@@ -47,7 +47,8 @@ def sharing(ranks: Sequence[int], rank: int, group_of: Callable[[Sequence[int]],
 class Sharding:
     """What is sharded, over whom. `groups`: class of parameters -> its ranks. `transport`: the type in which gradients
     travel, None for that of their sums. `overlap`: at most two buckets of gradients are under way, else one at a time.
-    `hosted`: own runs of weights that are not kept whole live in host memory.
+    `hosted`: own runs of weights that are not kept whole live in host memory. `sums`: the type in which gradients of
+    16-bit weights add up, None for float32.
     """
 
     zero: int
@@ -57,6 +58,7 @@ class Sharding:
     overlap: bool = True
     transport: torch.dtype | None = None
     hosted: bool = False
+    sums: torch.dtype | None = None
 
     @property
     def ways(self) -> dict[str, int]:

@@ -169,7 +169,8 @@ def sharding_of(layout: Layout, mesh: Mesh, tie: str | None, frozen: tuple[str, 
     classes = layout.classes(tie, frozen)
     overlap = layout.overlap_grad_reduce
     hosted = layout.offload_weights
-    return Sharding(layout.zero_stage, groups, layout.ddp_bucket_size, classes, overlap, transport, hosted)
+    sums = None if layout.main_grads_dtype == "auto" else devices.dtype_of(layout.main_grads_dtype)
+    return Sharding(layout.zero_stage, groups, layout.ddp_bucket_size, classes, overlap, transport, hosted, sums)
 
 
 def units_of(module: Decoder, layout: Layout, flats: list[Flat]) -> Units:
