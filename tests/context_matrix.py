@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from isotron.core.models.deepseek_v3_config import DeepseekV3Config
+from isotron.core.models.gpt_oss_config import GptOssConfig
 from isotron.core.models.llama_config import LlamaConfig
-from isotron.core.models.mistral_config import MistralConfig
 from isotron.core.parallel.plan import Layout
 from isotron.train.verify import Case
 from tests.covering import Case as Choice
@@ -17,10 +17,11 @@ BESIDE: dict[str, dict[str, int | bool]] = {
     "DP2": {"dp": 2},
 }
 
-# window: 5 of 16 slots, so that it ends inside and between the chunks of 2 and 4 ranks; heads that 4 ranks share
+# window: 5 of 16 slots, which end inside and between the chunks of 2 and 4 ranks; sinks; heads that 4 ranks share
 MODELS = {
     "gqa": LlamaConfig(2, 32, 8, 2, 0, 48, 131, 16),
-    "window": MistralConfig(2, 32, 8, 4, 0, 48, 131, 16, sliding_window=5),
+    "window": GptOssConfig(2, 32, 8, 4, 0, 48, 131, 16, num_experts=4, sliding_window=5, window_attn_skip_freq=0,
+                           softmax_type="learnable", swiglu_limit=0.5),
     "dropout": LlamaConfig(2, 32, 8, 2, 0, 48, 131, 12, rope_scaling="dynamic", rope_factor=2.0, attention_dropout=0.2,
                            hidden_dropout=0.1),
     "latent": DeepseekV3Config(2, 32, 8, 8, 0, 48, 131, 16, q_lora_rank=12, kv_lora_rank=10, qk_head_dim=6,

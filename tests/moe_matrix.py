@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from isotron.core.models.deepseek_v3_config import DeepseekV3Config
+from isotron.core.models.gpt_oss_config import GptOssConfig
 from isotron.core.models.mixtral_config import MixtralConfig
 from isotron.core.parallel.plan import Layout
 from isotron.train.verify import Case
@@ -39,6 +40,8 @@ MODELS: dict[str, Any] = {
                       moe_router_topk_scaling_factor=2.5, moe_shared_expert_intermediate_size=16),
     "drop-first": mixtral(moe_expert_capacity_factor=0.75, moe_token_drop_policy="position", moe_norm_topk_prob=False,
                           moe_pad_expert_input_to_capacity=True, moe_input_jitter_eps=0.1),
+    "gpt-oss": GptOssConfig(2, 32, 4, 2, 8, 24, 131, 16, num_experts=8, sliding_window=5, softmax_type="learnable",
+                            swiglu_limit=0.3, **LOSSES),
     "mla": DeepseekV3Config(
         2, 32, 4, 4, 0, 48, 131, 16, q_lora_rank=12, kv_lora_rank=10, qk_head_dim=6, qk_pos_emb_head_dim=4,
         v_head_dim=5, num_experts=8, moe_router_topk=2, moe_ffn_hidden_size=16, moe_layer_freq="[0]+[1]",

@@ -19,6 +19,7 @@ from isotron.core.models import (
     gemma2_config,
     gemma3_config,
     gpt_config,
+    gpt_oss_config,
     llama_config,
     mistral_config,
     mixtral_config,
@@ -36,6 +37,7 @@ from isotron.core.models.deepseek_v3_config import DeepseekV3Config
 from isotron.core.models.gemma2_config import Gemma2Config
 from isotron.core.models.gemma3_config import Gemma3Config
 from isotron.core.models.gpt_config import GPTConfig
+from isotron.core.models.gpt_oss_config import GptOssConfig
 from isotron.core.models.llama_config import LlamaConfig
 from isotron.core.models.llama_shapes import LlamaShapes
 from isotron.core.models.mistral_config import MistralConfig
@@ -72,6 +74,7 @@ _CLASSES: tuple[type[ModelConfig], ...] = (
     DeepseekMoEConfig,
     DeepseekV2Config,
     DeepseekV3Config,
+    GptOssConfig,
 )
 MODELS: dict[str, type[ModelConfig]] = {cls.family: cls for cls in _CLASSES}
 PRESETS: dict[str, ModelConfig] = {
@@ -81,6 +84,7 @@ PRESETS: dict[str, ModelConfig] = {
     **gemma2_config.PRESETS,
     **gemma3_config.PRESETS,
     **gpt_config.PRESETS,
+    **gpt_oss_config.PRESETS,
     **llama_config.PRESETS,
     **mistral_config.PRESETS,
     **mixtral_config.PRESETS,

@@ -13,6 +13,7 @@ from isotron.core.checkpoint.files import dtype_name
 from isotron.core.checkpoint.load import Source, TensorSource
 from isotron.core.errors import refuse
 from isotron.core.layout import Box, whole
+from isotron.core.models.hf_names import entry_of
 from isotron.hub.families import Spelling
 from isotron.hub.megatron.source import MegatronSource
 from isotron.hub.opened import Opened
@@ -73,7 +74,9 @@ def table(model: Any, source: TensorSource, spelling: Spelling, dtype: torch.dty
     kinds: dict[tuple[str, str, str, tuple[int, ...]], int] = {}
     for mapped in spelling.tensors(model):
         stored, shape = source.info(mapped.ours)
-        theirs = " | ".join(mapped.theirs()) + (" (transposed)" if mapped.transposed else "")
+        theirs = " | ".join(dict.fromkeys(entry_of(name)[0] for name in mapped.theirs())) + (
+            " (transposed)" if mapped.transposed else ""
+        )
         key = _starred(mapped.ours), _starred(theirs), dtype_name(dtype or stored), shape
         kinds[key] = kinds.get(key, 0) + 1
     size = {name: getattr(torch, name).itemsize for _, _, name, _ in kinds}

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from isotron.core.checkpoint.load import TensorSource
 from isotron.core.errors import Refused, refuse
-from isotron.core.layout import Box, whole
-from isotron.core.models.hf_names import Mapped
+from isotron.core.layout import Box, Ints, whole
+from isotron.core.models.hf_names import Mapped, entry_of
 from isotron.hub.families import Spelling
 from isotron.hub.folder import INDEX, SINGLE
-from isotron.hub.reader import their_shape
+from isotron.hub.reader import their_shapes
 from isotron.hub.writer import Planned
 
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -35,9 +35,8 @@ def planned(
     for mapped in spelling.tensors(cfg):
         stored, ours = source.info(mapped.ours)
         kind = dtype or stored
-        for name, rows in mapped.theirs().items():
-            shape = their_shape(mapped, rows, ours)
-            found.append(Planned(name, kind, shape, _maker(source, mapped, name, (rows, *ours[1:]), kind, done)))
+        for name, shape in their_shapes(mapped, ours).items():
+            found.append(Planned(name, kind, shape, _maker(source, mapped, name, shape, kind, done)))
     return found
 
 
@@ -50,12 +49,26 @@ def _maker(
     done: Callable[[], None] | None,
 ) -> Callable[[], Tensor]:
     def make() -> Tensor:
-        out = gather(source, mapped, name, whole(shape), dtype)
+        out = made(source, mapped, name, shape, dtype)
         if done is not None:
             done()
-        return out.t().contiguous() if mapped.transposed else out
+        return out
 
     return make
+
+
+def made(source: TensorSource, mapped: Mapped, name: str, shape: Ints, dtype: torch.dtype) -> Tensor:
+    """Their tensor `name`, or all its entries, of `shape`, from ours."""
+    of = [(entry_name, rows) for entry_name, rows in mapped.theirs().items() if entry_of(entry_name)[0] == name]
+    if entry_of(of[0][0])[1] is None:
+        out = gather(source, mapped, name, whole(shape[::-1] if mapped.transposed else shape), dtype)
+        return out.t().contiguous() if mapped.transposed else out
+    inner = shape[:0:-1] if mapped.transposed else shape[1:]
+    out = torch.empty(shape, dtype=dtype)
+    for i, (entry_name, _) in enumerate(of):
+        part = gather(source, mapped, entry_name, whole(inner), dtype)
+        out[i] = part.t() if mapped.transposed else part
+    return out
 
 
 def gather(source: TensorSource, mapped: Mapped, name: str, box: Box, dtype: torch.dtype) -> Tensor:
@@ -148,4 +161,14 @@ def extra_files(companions: Sequence[Path], tokens: Mapping[str, Any]) -> dict[s
     return files
 
 
-__all__ = ["INDEX", "SHARD_BYTES", "config_text", "extra_files", "gather", "index_text", "planned", "shard_names"]
+__all__ = [
+    "INDEX",
+    "SHARD_BYTES",
+    "config_text",
+    "extra_files",
+    "gather",
+    "index_text",
+    "made",
+    "planned",
+    "shard_names",
+]

@@ -17,6 +17,7 @@ FAMILIES = (
     "gemma2",
     "gemma3",
     "gpt",
+    "gpt_oss",
     "llama",
     "mistral",
     "mixtral",

@@ -19,7 +19,7 @@ from isotron.core.checkpoint.disk import sync_directory, write_extra
 from isotron.core.checkpoint.files import dtype_name
 from isotron.core.checkpoint.weights import load_weights
 from isotron.core.errors import refuse
-from isotron.core.layout import Box, Ints, whole
+from isotron.core.layout import Box, Ints
 from isotron.core.mesh import AXES, Mesh
 from isotron.core.models.hf_names import Mapped
 from isotron.core.parallel.model import ParallelModel
@@ -28,7 +28,7 @@ from isotron.hub import export
 from isotron.hub.families import spelling_of
 from isotron.hub.folder import CONFIG, Folder, companions, open_folder
 from isotron.hub.locate import local_path
-from isotron.hub.reader import HFSource
+from isotron.hub.reader import HFSource, their_shapes
 from isotron.hub.writer import Planned, deal, write_planned
 
 
@@ -62,9 +62,8 @@ def stream(model: ParallelModel) -> Iterator[tuple[str, Tensor]]:
     live = _Live(model)
     for mapped in _in_order(model):
         ours = live.whole(mapped.ours)
-        for name, rows in mapped.theirs().items():
-            out = export.gather(_One(mapped.ours, ours), mapped, name, whole((rows, *ours.shape[1:])), ours.dtype)
-            yield name, out.t().contiguous() if mapped.transposed else out
+        for name, shape in their_shapes(mapped, tuple(ours.shape)).items():
+            yield name, export.made(_One(mapped.ours, ours), mapped, name, shape, ours.dtype)
 
 
 class _Live:
@@ -172,9 +171,7 @@ def _planned(model: ParallelModel) -> list[Planned]:
     for mapped in _in_order(model):
         rule = table.rule(mapped.ours)
         ours, dtype = rule.shape, model.wide if rule.buffer else model.dtype
-        for name, rows in mapped.theirs().items():
-            shape = (rows, *ours[1:])
-            found.append(Planned(name, dtype, shape[::-1] if mapped.transposed else shape, _never))
+        found += [Planned(name, dtype, shape, _never) for name, shape in their_shapes(mapped, ours).items()]
     return found
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from isotron.core.errors import Problem, Refused, refuse
 from isotron.core.layout import Box, Ints, whole
-from isotron.core.models.hf_names import Mapped
+from isotron.core.models.hf_names import Mapped, entry_of
 from isotron.hub.files import OpenFiles
 from isotron.hub.folder import DTYPES, Folder, Stored, open_folder, stored_tensors
 
@@ -81,8 +81,14 @@ class HFSource:
     # ---- files -----------------------------------------------------------------------------------------------------
 
     def theirs(self, name: str) -> Stored:
-        """One of their tensors, with or without the prefix that files of a model without head lack."""
-        return self.stored[self._actual(name)]
+        """One of their tensors or entries, with or without the prefix that files of a model without head lack."""
+        whole_name, i = entry_of(name)
+        stored = self.stored[self._actual(whole_name)]
+        if i is None:
+            return stored
+        size = (stored.stop - stored.start) // stored.shape[0]
+        start = stored.start + i * size
+        return Stored(stored.file, stored.dtype, stored.shape[1:], start, start + size)
 
     def _actual(self, name: str) -> str:
         return name if name in self.stored else name.removeprefix(self.folder.spelling.PREFIX)
@@ -100,13 +106,12 @@ class HFSource:
         used: set[str] = set()
         missing, shapes = [], []
         for mapped in self.mapped.values():
-            for name, rows in mapped.theirs().items():
+            for name, shape in their_shapes(mapped, self.shapes[mapped.ours]).items():
                 actual = self._actual(name)
                 if actual not in self.stored:
                     missing.append(name)
                     continue
                 used.add(actual)
-                shape = their_shape(mapped, rows, self.shapes[mapped.ours])
                 if self.stored[actual].shape != shape:
                     shapes.append(
                         f"{actual} has shape {list(self.stored[actual].shape)}, the config says {list(shape)}"
@@ -169,6 +174,15 @@ def their_shape(mapped: Mapped, rows: int, ours: Ints) -> Ints:
     """The shape of their tensor that gives `rows` rows of ours."""
     shape = (rows, *ours[1:])
     return shape[::-1] if mapped.transposed else shape
+
+
+def their_shapes(mapped: Mapped, ours: Ints) -> dict[str, Ints]:
+    """Their tensors as they are stored, entries put together, in order of appearance."""
+    found: dict[str, Ints] = {}
+    for name, rows in mapped.theirs().items():
+        shape, (head, i) = their_shape(mapped, rows, ours), entry_of(name)
+        found[head] = shape if i is None else (i + 1, *shape)
+    return found
 
 
 def read_region(file: int, stored: Stored, region: Box, out: Tensor) -> None:

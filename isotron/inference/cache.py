@@ -70,7 +70,9 @@ class PagedCore(nn.Module):
         self.softcap = plain.softcap
         self.kept: tuple[Tensor, Tensor] | None = None
 
-    def forward(self, q_TH1N: Tensor, k_TK1N: Tensor, v_TK1N: Tensor, ctx: Context) -> Tensor:
+    def forward(
+        self, q_TH1N: Tensor, k_TK1N: Tensor, v_TK1N: Tensor, ctx: Context, sinks_H: Tensor | None = None
+    ) -> Tensor:
         """o_TH1N."""
         now = self.cache.now
         if now is None:
@@ -83,36 +85,37 @@ class PagedCore(nn.Module):
             kept.index_copy_(1, now.slots_T, whole)
         q_THN = q_TH1N[:, :, 0]
         if not now.long:
-            return self._short(q_THN, self.kept, now)[:, :, None]
-        out = [self._short(q_THN[: now.shorts], self.kept, now)] if now.short else []
+            return self._short(q_THN, self.kept, now, sinks_H)[:, :, None]
+        out = [self._short(q_THN[: now.shorts], self.kept, now, sinks_H)] if now.short else []
         first = now.shorts
         for span in now.long:
             part = slice(first, first + span.count)
-            out.append(self._long(q_THN[part], k_KTN[:, part], v_KTN[:, part], self.kept, span))
+            out.append(self._long(q_THN[part], k_KTN[:, part], v_KTN[:, part], self.kept, span, sinks_H))
             first += span.count
         return torch.cat(out)[:, :, None]
 
-    def _short(self, q_THN: Tensor, kept: tuple[Tensor, Tensor], now: Pass) -> Tensor:
+    def _short(self, q_THN: Tensor, kept: tuple[Tensor, Tensor], now: Pass, sinks_H: Tensor | None) -> Tensor:
         """o_THN of the short spans."""
         slots = now.alone(self.window)
         if slots is not None:
-            return self._alone(q_THN, kept[0][:, slots], kept[1][:, slots])
+            return self._alone(q_THN, kept[0][:, slots], kept[1][:, slots], sinks_H)
         view, kv = now.by_page(self.window), kept[0].shape[0]
         q_RSKGN = (q_THN[:, None] if now.single else q_THN[now.take_RS]).unflatten(2, (kv, -1))
         q_EKQN = q_RSKGN.index_select(0, view.row_E).transpose(1, 2).flatten(2, 3)
         groups = q_RSKGN.shape[3]
         k_EKPN, v_EKPN = (self._pages(t, view) for t in kept)
         o_EKQN, lse_EKQ = page_attention(q_EKQN, k_EKPN, v_EKPN, view, self.scale, self.softcap)
-        o_RKQN = combine(o_EKQN, lse_EKQ, view, groups)
+        o_RKQN = combine(o_EKQN, lse_EKQ, view, groups, sinks_H)
         o = o_RKQN.unflatten(2, (-1, groups)).transpose(1, 2).flatten(2, 3)  # R S H N
         return o[:, 0] if now.single else o.flatten(0, 1)[now.back_T]
 
-    def _alone(self, q_1HN: Tensor, k_KPN: Tensor, v_KPN: Tensor) -> Tensor:
+    def _alone(self, q_1HN: Tensor, k_KPN: Tensor, v_KPN: Tensor, sinks_H: Tensor | None) -> Tensor:
         """o_1HN of the only token of a pass, whose sequence lies in a row: there is nothing to mask or to combine."""
         wide = torch.promote_types(q_1HN.dtype, torch.float32)
         q_KGN = q_1HN[0].unflatten(0, (k_KPN.shape[0], -1))
         scores = (q_KGN @ k_KPN.transpose(1, 2)).to(wide) * (self.scale or q_KGN.shape[-1] ** -0.5)
-        p = torch.softmax(capped(scores, self.softcap), -1)
+        sinks_KG1 = None if sinks_H is None else sinks_H.view(*q_KGN.shape[:2], 1)
+        p = softmax_beside(capped(scores, self.softcap), sinks_KG1)
         return (p.to(v_KPN.dtype) @ v_KPN).flatten(0, 1)[None]
 
     def _pages(self, kept_KTN: Tensor, view: ByPage) -> Tensor:
@@ -125,7 +128,10 @@ class PagedCore(nn.Module):
             kept_KTN = kept_KTN.index_select(1, view.slots)
         return kept_KTN.unflatten(1, (-1, p)).transpose(0, 1)
 
-    def _long(self, q_SHN: Tensor, k_KSN: Tensor, v_KSN: Tensor, kept: tuple[Tensor, Tensor], span: Span) -> Tensor:
+    def _long(
+        self, q_SHN: Tensor, k_KSN: Tensor, v_KSN: Tensor, kept: tuple[Tensor, Tensor], span: Span,
+        sinks_H: Tensor | None,
+    ) -> Tensor:  # fmt: skip
         """o_SHN of a span that attends to its own tokens, and to what came before it where anything did."""
         if span.start:
             slots = _slots(span, self.cache.page, q_SHN.device)
@@ -135,8 +141,8 @@ class PagedCore(nn.Module):
             mask = torch.ones(span.count, span.end, dtype=torch.bool, device=q_SHN.device).tril(span.start)
             mask = mask.triu(span.start + 1 - self.window) if self.window else mask
         q, k, v = q_SHN.transpose(0, 1)[None], k_KSN[None], v_KSN[None]
-        if self.softcap:
-            return bounded_attention(q, k, v, mask, self.scale, self.softcap)[0].transpose(0, 1)
+        if self.softcap or sinks_H is not None:
+            return explicit_attention(q, k, v, mask, self.scale, self.softcap, sinks_H)[0].transpose(0, 1)
         grouped = q.shape[1] != k.shape[1]
         o = scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=grouped
@@ -170,30 +176,47 @@ def page_attention(
     return (scores - lse[..., None]).exp().nan_to_num().to(v_EKPN.dtype) @ v_EKPN, lse
 
 
-def bounded_attention(
-    q_BHSN: Tensor, k_BKTN: Tensor, v_BKTN: Tensor, mask_ST: Tensor | None, scale: float | None, softcap: float
-) -> Tensor:
-    """o_BHSN where scores have a bound, which fused kernels cannot give them; queries come in slices."""
+def softmax_beside(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Probabilities over the last dimension, beside one more key of score `sinks` that has no value."""
+    if sinks is None:
+        return torch.softmax(scores, -1)
+    total = torch.logaddexp(scores.logsumexp(-1, keepdim=True), sinks.to(scores.dtype))
+    return (scores - total).exp()
+
+
+def explicit_attention(
+    q_BHSN: Tensor, k_BKTN: Tensor, v_BKTN: Tensor, mask_ST: Tensor | None, scale: float | None, softcap: float,
+    sinks_H: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """o_BHSN where scores have a bound or a sink, which fused kernels cannot give them; queries come in slices."""
     s, t, parts = q_BHSN.shape[2], k_BKTN.shape[2], []
     wide = torch.promote_types(q_BHSN.dtype, torch.float32)
     if mask_ST is None:
         mask_ST = torch.ones(s, t, dtype=torch.bool, device=q_BHSN.device).tril()
     q_BKGSN = q_BHSN.unflatten(1, (k_BKTN.shape[1], -1)) * (scale or q_BHSN.shape[-1] ** -0.5)
+    sinks_KG11 = None if sinks_H is None else sinks_H.view(*q_BKGSN.shape[1:3], 1, 1)
     for start in range(0, s, EXPLICIT_QUERIES):
         part = slice(start, start + EXPLICIT_QUERIES)
         scores = capped((q_BKGSN[:, :, :, part] @ k_BKTN[:, :, None].transpose(-1, -2)).to(wide), softcap)
-        p = torch.softmax(scores.masked_fill(~mask_ST[part], -torch.inf), -1)
+        p = softmax_beside(scores.masked_fill(~mask_ST[part], -torch.inf), sinks_KG11)
         parts.append((p.to(v_BKTN.dtype) @ v_BKTN[:, :, None]).flatten(1, 2))
     return torch.cat(parts, 2)
 
 
-def combine(o_EKQN: Tensor, lse_EKQ: Tensor, view: ByPage, groups: int) -> Tensor:
-    """o_RKQN: the pages of each span, weighted by what their scores sum to."""
+def combine(o_EKQN: Tensor, lse_EKQ: Tensor, view: ByPage, groups: int, sinks_H: Tensor | None = None) -> Tensor:
+    """o_RKQN: the pages of each span, weighted by what their scores sum to, and by that beside the sinks."""
     if view.table_RM.shape[1] == 1:
-        return o_EKQN.index_select(0, view.table_RM[:, 0])
-    bias_RM1Q = view.bias_RMS.repeat_interleave(groups, 2) if groups > 1 else view.bias_RMS
-    weight_RMKQ = torch.softmax(lse_EKQ[view.table_RM] + bias_RM1Q[:, :, None], 1)
-    return torch.einsum("rmkq,rmkqn->rkqn", weight_RMKQ.to(o_EKQN.dtype), o_EKQN[view.table_RM])
+        o, total = (t.index_select(0, view.table_RM[:, 0]) for t in (o_EKQN, lse_EKQ))
+    else:
+        bias_RM1Q = view.bias_RMS.repeat_interleave(groups, 2) if groups > 1 else view.bias_RMS
+        lse_RMKQ = lse_EKQ[view.table_RM] + bias_RM1Q[:, :, None]
+        weight_RMKQ = torch.softmax(lse_RMKQ, 1).to(o_EKQN.dtype)
+        o, total = torch.einsum("rmkq,rmkqn->rkqn", weight_RMKQ, o_EKQN[view.table_RM]), lse_RMKQ
+        total = total if sinks_H is None else total.logsumexp(1)
+    if sinks_H is None:
+        return o
+    sinks_KQ = sinks_H.view(-1, 1, groups).expand(-1, o.shape[2] // groups, -1).flatten(1).to(total.dtype)
+    return o * (total - torch.logaddexp(total, sinks_KQ)).exp().to(o.dtype)[..., None]
 
 
 # ---- putting cores into a model ------------------------------------------------------------------------------------

@@ -10,11 +10,14 @@ from torch import Tensor
 
 from isotron.core.batch import Batch
 from isotron.core.errors import Refused
+from isotron.core.models import llama_hf
+from isotron.core.models.llama_config import LlamaConfig
 from isotron.core.nn import kernels
 from isotron.core.nn.attention import Attention, Causal
 from isotron.core.nn.context import Context
 from isotron.core.nn.dropout import Dropout
 from isotron.core.nn.rope import angles, rotate
+from isotron.core.nn.softmax_config import SOFTMAX_TYPES
 
 B, S, H, K, N, D = 2, 6, 4, 2, 4, 8
 
@@ -125,3 +128,29 @@ def test_bounded_scores_and_their_gradients() -> None:
     core.backend = "flash"
     with pytest.raises(Refused, match=r"no bound on scores, and this model has 0.4(.|\n)*--attention-backend auto"):
         core(q, k, v, ctx)
+
+
+def test_a_softmax_with_a_sink() -> None:
+    """Off-by-one is a sink of score 0, where a learned one begins; a sink far below all scores is none."""
+    x, ctx, found = numbers(B, S, D).detach(), context(False), {}
+    for kind in SOFTMAX_TYPES:
+        found[kind] = Attention(D, H, K, N, Dropout(0.0, "core"), False, softmax_type=kind).double()
+        for p in (found[kind].qkv.weight, found[kind].out.weight):
+            p.data = numbers(*p.shape).data
+    plain, one, learned = (found[kind](x, ctx) for kind in SOFTMAX_TYPES)
+    assert torch.equal(one, learned) and not torch.allclose(plain, one, rtol=1e-3)
+    found["learnable"].sinks.data.fill_(-50.0)
+    assert torch.allclose(found["learnable"](x, ctx), plain, rtol=1e-12)
+    # keys of scores 0.3 and -1 with values of 1: what attention gives is what the sink leaves
+    scores = torch.tensor([0.3, -1.0], dtype=torch.float64)
+    batch = Batch(*torch.zeros(2, 1, 2, dtype=torch.long), torch.ones(1, 2), torch.arange(2)[None], torch.zeros(1))
+    ones = torch.ones(1, 1, 2, 1, dtype=torch.float64)
+    core = Causal(Dropout(0.0, "core"), scale=1.0)
+    o = core(ones, scores.view(1, 1, 2, 1), ones, Context(batch), torch.zeros(1, dtype=torch.float64))
+    total = scores.exp().cumsum(0)
+    assert torch.allclose(o.flatten(), total / (1 + total), rtol=1e-12)
+
+
+def test_sinks_are_no_part_of_llama_elsewhere() -> None:
+    with pytest.raises(Refused, match="softmax_type is 'learnable', llama means 'vanilla'"):
+        llama_hf.write_config(LlamaConfig(softmax_type="learnable"))

@@ -50,7 +50,7 @@ pack_documents fim_rate fim_spm_rate fim_cut fim_token_ids rampup_batch_size ski
 eval_tasks on_nan spike_factor on_spike rerun straggler_interval
 exit_duration_in_mins inject resume_check zero_shard_size grad_reduce_dtype main_grads_dtype optimizer_cpu_offload
 optimizer_offload_fraction offload_weights offload_dir max_live_parameters remote_save rename strict_load
-local_save local_save_interval local_save_ranks fp32_residual_connection
+local_save local_save_interval local_save_ranks fp32_residual_connection softmax_type swiglu_alpha swiglu_limit
 """
 
 

@@ -2,6 +2,8 @@
 
 A tensor of ours is rows of one or several of theirs, one run after another: q|k|v is three runs, a projection that they
 interleave head by head is three runs per head. The same table serves both ways.
+
+NAME[i] is entry i of their tensor NAME along its first dimension: to a table a tensor like any other.
 """
 
 from __future__ import annotations
@@ -41,14 +43,31 @@ class Mapped:
         return rows
 
 
+def entry(theirs: str, i: int) -> str:
+    """The name of entry `i` of a tensor of theirs."""
+    return f"{theirs}[{i}]"
+
+
+def entry_of(name: str) -> tuple[str, int | None]:
+    """(tensor, number) of the name of an entry; a name without a number is a tensor by itself."""
+    head, bracket, number = name.removesuffix("]").partition("[")
+    return (head, int(number)) if bracket else (name, None)
+
+
 def same(ours: str, theirs: str, rows: int, transposed: bool = False) -> Mapped:
     """One tensor of ours is one of theirs."""
     return Mapped(ours, (Run(theirs, 0, rows),), transposed)
 
 
-def stacked(ours: str, theirs: Iterable[tuple[str, int]]) -> Mapped:
+def stacked(ours: str, theirs: Iterable[tuple[str, int]], transposed: bool = False) -> Mapped:
     """Our tensor is theirs, given as (name, rows), one below the other."""
-    return Mapped(ours, tuple(Run(name, 0, rows) for name, rows in theirs))
+    return Mapped(ours, tuple(Run(name, 0, rows) for name, rows in theirs), transposed)
+
+
+def alternating(ours: str, theirs: Iterable[tuple[str, int]], ways: int, transposed: bool = False) -> Mapped:
+    """Of each of theirs, given as (name, rows), first every `ways`-th row, then those after them, and so on."""
+    runs = (Run(name, odd, rows // ways, ways) for name, rows in theirs for odd in range(ways))
+    return Mapped(ours, tuple(runs), transposed)
 
 
 def interleaved(ours: str, theirs: str, groups: int, sections: Sequence[int]) -> Mapped:

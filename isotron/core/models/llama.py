@@ -19,7 +19,10 @@ def block(cfg: LlamaConfig, layer: int) -> PreNormBlock:
     """Block number `layer`."""
     d, name = cfg.hidden_size, f"layers.{layer}"
     probabilities = Dropout(cfg.attention_dropout, f"{name}.attention.core")
-    attention = Attention(d, cfg.num_attention_heads, cfg.kv_heads, cfg.head_size, probabilities, cfg.attention_bias)
+    heads = cfg.num_attention_heads, cfg.kv_heads
+    attention = Attention(
+        d, *heads, cfg.head_size, probabilities, bias=cfg.attention_bias, softmax_type=cfg.softmax_type
+    )
     norms = RMSNorm(d, cfg.norm_epsilon), RMSNorm(d, cfg.norm_epsilon)
     return PreNormBlock(norms, attention, GatedMLP(d, cfg.ffn, bias=cfg.mlp_bias), cfg.hidden_dropout, name)
 

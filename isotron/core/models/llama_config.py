@@ -11,11 +11,12 @@ from dataclasses import dataclass, replace
 
 from isotron.core.layout import Part, Rule, Split, Table
 from isotron.core.models.llama_shapes import LlamaShapes
+from isotron.core.nn.softmax_config import SoftmaxConfig
 from isotron.core.options import option
 
 
 @dataclass(frozen=True)
-class LlamaConfig(LlamaShapes):
+class LlamaConfig(SoftmaxConfig, LlamaShapes):
     """Everything that changes the function of the weights. Sizes are global, never divided by a layout."""
 
     family = "llama"
@@ -37,7 +38,7 @@ class LlamaConfig(LlamaShapes):
             Rule("layers.*.mlp.down.bias", (d,), init="zeros", decay=False),
         )
         biases = (*(attention if self.attention_bias else ()), *(mlp if self.mlp_bias else ()))
-        return replace(table, rules=(*biases, *table.rules))
+        return replace(table, rules=(*biases, *self.sink_rules(self.num_attention_heads), *table.rules))
 
 
 PRESETS: dict[str, LlamaConfig] = {

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from isotron.core.models.hf_fields import Fields, read_rope, write_rope
+from isotron.core.models.hf_fields import Fields, read_rope, write_rope, written_only_if
 from isotron.core.models.hf_names import Mapped, same, stacked
 from isotron.core.models.llama_config import LlamaConfig
 from isotron.core.models.llama_shapes import LlamaShapes
@@ -32,6 +32,7 @@ def read_config(values: Mapping[str, Any], where: str) -> LlamaConfig:
 
 def write_config(cfg: LlamaConfig) -> dict[str, Any]:
     """The fields of config.json that say what the weights compute."""
+    written_only_if(cfg, MODEL_TYPE, softmax_type="vanilla")
     return {"attention_bias": cfg.attention_bias, "mlp_bias": cfg.mlp_bias, **write_sizes(cfg)}
 
 

@@ -12,6 +12,7 @@ where documents or a window leave only some blocks of queries and keys. Source: 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -23,7 +24,7 @@ from isotron.core.errors import Refused, refuse
 from isotron.core.nn.context import Context
 from isotron.core.nn.dropout import Dropout
 from isotron.core.nn.kernels import Explicit, HostFlash, Kernel, default_scale, flash_for, tiled
-from isotron.core.nn.linear import Linear
+from isotron.core.nn.linear import GradSink, Linear, sink_of
 from isotron.core.nn.rope import rotate
 from isotron.core.nn.tiles import Tile, tiles
 from isotron.core.rows import Cuts, Runs, whole
@@ -127,12 +128,30 @@ class Causal(nn.Module):
         return self.dropout.on_probabilities(p, sample_ids_B) @ v
 
 
+class _Given(torch.autograd.Function):
+    """A parameter as an operand; its gradient goes to its sink."""
+
+    @staticmethod
+    def forward(ctx: Any, p: Tensor) -> Tensor:
+        sink: GradSink | None = sink_of(p)
+        ctx.sink = sink
+        return p.detach().clone()
+
+    @staticmethod
+    def backward(ctx: Any, dp: Tensor) -> Tensor | None:
+        if ctx.sink is None:
+            return dp
+        ctx.sink.add(dp)
+        return None
+
+
 class Attention(nn.Module):
     """q|k|v in one projection, norms of q and k per head where given, rotation when the context has angles, the core,
     and the output projection.
 
     `bias`: of all projections, or (q|k|v, output). `qk_norms`: one for queries and one for keys, modules over N, or
-    over all heads at once (`over_heads`). `local`: turned by the angles of blocks with a window.
+    over all heads at once (`over_heads`). `local`: turned by the angles of blocks with a window. `softmax_type`: see
+    `softmax_config.py`.
     """
 
     def __init__(
@@ -149,6 +168,7 @@ class Attention(nn.Module):
         softcap: float = 0.0,
         over_heads: bool = False,
         local: bool = False,
+        softmax_type: str = "vanilla",
     ) -> None:
         super().__init__()
         on_qkv, on_out = bias if isinstance(bias, tuple) else (bias, bias)
@@ -160,6 +180,8 @@ class Attention(nn.Module):
             self.q_norm, self.k_norm = qk_norms
         self.core = Causal(dropout, window, scale, softcap)
         self.head_size, self.over_heads, self.local = head_size, over_heads, local
+        self.softmax_type = softmax_type
+        self.sinks = nn.Parameter(torch.zeros(heads)) if softmax_type == "learnable" else None
 
     def forward(self, x_BSD: Tensor, ctx: Context, pre: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         """`pre` is applied to x first and computed again in the backward."""
@@ -175,8 +197,15 @@ class Attention(nn.Module):
         if rope is not None:
             q_k = rotate(q_k, rope)
         q_BHSN, k_BKSN, v_BKSN = (x.transpose(1, 2) for x in (*q_k.split((h, k), 2), v))
-        o_BHSN = self.core(q_BHSN, k_BKSN, v_BKSN, ctx)
+        sinks_H = self._sinks(q_BHSN)
+        o_BHSN = self.core(q_BHSN, k_BKSN, v_BKSN, ctx, *(() if sinks_H is None else (sinks_H,)))
         return self.out(o_BHSN.transpose(1, 2).flatten(2))
+
+    def _sinks(self, q_BHSN: Tensor) -> Tensor | None:
+        """The score of each local head's key that has no value, where there is one."""
+        if self.sinks is not None:
+            return _Given.apply(self.sinks)
+        return q_BHSN.new_zeros(q_BHSN.shape[1]) if self.softmax_type == "off-by-one" else None
 
     def _normed(self, norm: nn.Module, x_BSHN: Tensor) -> Tensor:
         return norm(x_BSHN.flatten(2)).view(x_BSHN.shape) if self.over_heads else norm(x_BSHN)

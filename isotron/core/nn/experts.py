@@ -127,7 +127,7 @@ class _GroupedMLP(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None,
-        groups: Groups, gate: Gate, recompute: bool,
+        groups: Groups, gate: Gate, recompute: bool, first: int,
     ) -> Tensor:  # fmt: skip
         e, n, (d, f) = len(groups.counts), len(x), (x.shape[1], w2.shape[1])
         spans = groups.spans(d, f, like=x)
@@ -144,10 +144,10 @@ class _GroupedMLP(torch.autograd.Function):
             _activate(gate, h, a)
             out = span.product(a, down, _at(y, rows))
             if b2 is not None:
-                out += span.of_rows(b2.view(e, -1))
+                out[:, first : first + len(b2) // e] += span.of_rows(b2.view(e, -1))
             out *= weight[rows, None].to(x.dtype)
             gate_up, y = (h, out) if len(spans) == 1 else (gate_up, y)
-        ctx.groups, ctx.gate = groups, gate
+        ctx.groups, ctx.gate, ctx.first = groups, gate, first
         ctx.sinks = [None if p is None else sink_of(p) for p in (w1, b1, w2, b2)]
         ctx.save_for_backward(x, weight, w1, b1, w2, b2, gate_up, act)
         return y  # type: ignore[return-value]
@@ -169,16 +169,17 @@ class _GroupedMLP(torch.autograd.Function):
                 a = _activate(gate, h, x.new_empty(len(h), f))
             scaled, da, dh = dy_here * weight[rows, None].to(dy.dtype), span.product(dy_here, down), torch.empty_like(h)
             _activation_gradient(gate, h, a, da, weight[rows], dh, dweight[rows])
-            if b2 is not None:
-                dweight[rows] += (dy_here * span.of_rows(b2.view(e, -1))).sum(-1, dtype=weight.dtype)
             dw2.add(span, scaled, a)
-            db2.add(span, scaled)
+            if b2 is not None:
+                own = slice(ctx.first, ctx.first + len(b2) // e)
+                dweight[rows] += (dy_here[:, own] * span.of_rows(b2.view(e, -1))).sum(-1, dtype=weight.dtype)
+                db2.add(span, scaled[:, own])
             dw1.add(span, dh, x[rows])
             db1.add(span, dh)
             if ctx.needs_input_grad[0]:
                 part = span.product(dh, up, _at(dx, rows))
                 dx = part if len(spans) == 1 else dx
-        return dx, dweight, dw1.done(), db1.done(), dw2.done(), db2.done(), None, None, None
+        return dx, dweight, dw1.done(), db1.done(), dw2.done(), db2.done(), *(None,) * 4
 
 
 def _activate(gate: Gate, h: Tensor, out: Tensor) -> Tensor:
@@ -215,19 +216,22 @@ class Stacked(nn.Module):
 
 
 class Experts(nn.Module):
-    """The experts held here."""
+    """The experts held here. `first`: of the outputs to which this rank adds its part of the biases of `down`; ranks
+    that split the width of experts split these by outputs, since their results are added up.
+    """
 
     def __init__(self, experts: int, hidden: int, ffn: int, gate: Gate | None = None, bias: bool = False) -> None:
         super().__init__()
         self.gate_up = Stacked(experts, hidden, 2 * ffn, bias)
         self.down = Stacked(experts, ffn, hidden, bias)
         self.gate: Gate = gate or SwiGLU()
-        self.recompute = False
+        self.hidden, self.recompute, self.first = hidden, False, 0
 
     def forward(self, x_ND: Tensor, weight_N: Tensor, counts_E: Tensor) -> Tensor:
         """y_ND; `counts_E` says how many consecutive rows each expert has, `weight_N` is float32 or wider."""
         (w1, b1), (w2, b2) = self.gate_up(), self.down()
-        return _GroupedMLP.apply(x_ND, weight_N, w1, b1, w2, b2, Groups(counts_E), self.gate, self.recompute)
+        held, again = Groups(counts_E), self.recompute
+        return _GroupedMLP.apply(x_ND, weight_N, w1, b1, w2, b2, held, self.gate, again, self.first)
 
 
 def counts_of(experts: Tensor, number: int) -> Tensor:
