@@ -2,7 +2,8 @@
 
 B sequences, S positions. A token's loss counts `loss_mask` times; `labels` are already shifted (label i is the token
 after token i). `doc_ids` is None unless documents in a row must not see each other. `sample_ids` is the place of each
-sequence in consumption order over the whole run; dropout masks are keyed by it.
+sequence in consumption order over the whole run; dropout masks are keyed by it. Where an encoder reads another sequence
+than the decoder, that is `source`, E positions of which the last of a row are padding: all from `source_lengths` on.
 """
 
 from __future__ import annotations
@@ -30,7 +31,10 @@ class Part:
 
 @dataclass(frozen=True)
 class Batch:
-    """tokens_BS labels_BS positions_BS doc_ids_BS sample_ids_B: int64. loss_mask_BS: float32."""
+    """tokens_BS labels_BS positions_BS doc_ids_BS sample_ids_B, source_BE source_lengths_B: int64.
+
+    loss_mask_BS: float32.
+    """
 
     tokens: torch.Tensor
     labels: torch.Tensor
@@ -39,6 +43,8 @@ class Batch:
     sample_ids: torch.Tensor
     doc_ids: torch.Tensor | None = None
     part: Part | None = None
+    source: torch.Tensor | None = None
+    source_lengths: torch.Tensor | None = None
 
     def to(self, device: torch.device | str) -> Batch:
         """The same batch on another device."""

@@ -123,7 +123,8 @@ class Rule:
     region: what the activation that meets the parameter is split over, "sequence" (split over TP under sequence
     parallelism only) or "heads" (always split over TP). init: "normal", "zeros" or "ones", with `std` for "normal".
     decay: whether weight decay applies. buffer: no parameter; float32 or wider, without a gradient, saved. experts: the
-    rows are those of so many experts, one below the other, and runs of experts are dealt over the axis `ep`.
+    rows are those of so many experts, one below the other, and runs of experts are dealt over the axis `ep`. lesser:
+    (rows, factor): so many first rows begin that much smaller.
     """
 
     pattern: str
@@ -135,6 +136,7 @@ class Rule:
     decay: bool = True
     buffer: bool = False
     experts: int = 0
+    lesser: tuple[int, float] = (0, 1.0)
 
 
 @dataclass(frozen=True)

@@ -76,6 +76,7 @@ class Mesh:
         self.size = prod(self.sizes[axis] for axis in AXES)
         self.coordinate = coordinate_of(rank, self.sizes) | coordinate_of(rank, self.sizes, EXPERT_AXES)
         self._made: dict[tuple[int, ...], Group] = {}
+        self._passed: set[tuple[int, ...]] = set()
         self.axes: dict[tuple[str, ...], Group] = {}
         for axes in (("tp",), ("cp",), ("dp",), ("pp",), ("cp", "dp"), AXES, ("etp", "ep"), ("edp",)):
             self.axes[axes] = self.group_of(self.ranks_along(*axes))
@@ -104,6 +105,20 @@ class Mesh:
         along = self.ranks_along(axis)
         start = self.coordinate[axis] // replicas * replicas
         return self.group_of(along[start : start + replicas])
+
+    def places(self, axis: str, indices: Iterable[int]) -> Group | None:
+        """The ranks at some places along an axis; None on the ranks at the others. All ranks of the axis call it.
+
+        torch names a group by its ranks and by how many groups the process has, so whoever is not in it makes another.
+        """
+        along = self.ranks_along(axis)
+        ranks = tuple(along[i] for i in dict.fromkeys(indices))
+        if self.rank in ranks:
+            return self.group_of(ranks)
+        if 1 < len(ranks) < len(along) and ranks not in self._passed:
+            self._passed.add(ranks)
+            dist.new_group([self.rank], use_local_synchronization=True)
+        return None
 
     def group_of(self, ranks: Iterable[int]) -> Group:
         """The group of exactly these ranks (this one among them)."""

@@ -28,6 +28,7 @@ FAMILIES = (
     "qwen2_moe",
     "qwen3",
     "qwen3_moe",
+    "t5",
 )
 
 

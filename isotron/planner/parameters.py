@@ -7,7 +7,7 @@ behind `*norm*` the norms that a pre-norm decoder has.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import lru_cache
@@ -18,6 +18,7 @@ from isotron.core.layout import Placed, Table, shard
 from isotron.core.parallel.buckets import DENSE, EXPERTS, Span, cut_buckets, rows_between
 from isotron.core.parallel.plan import Layout, split_layers
 from isotron.core.parallel.split import model_costs
+from isotron.core.parallel.ties import Holders, holders
 
 # the modules of a stage in the order in which they are registered: buckets are cut in that order
 _FIRST, _LAST = ("embed", "positions"), ("norm", "head")
@@ -78,38 +79,36 @@ def stage_layers(config: Any, layout: Layout) -> tuple[range, ...]:
 
 def rank_stages(config: Any, layout: Layout, pp_rank: int, tp_rank: int = 0) -> list[StagePart]:
     """The stages of one pipeline rank, in model order."""
-    layers, table = stage_layers(config, layout), config.layout(layout.padded_vocab(config.vocab_size))
-    numbers = [s for s, holder in enumerate(layout.placement) if holder == pp_rank]
-    return [_part(table, s, layers[s], layout, tp_rank, both=numbers[0] == 0) for s in numbers]
+    split, table = stage_layers(config, layout), config.layout(layout.padded_vocab(config.vocab_size))
+    held, known, parts = holders(config, table, split), set[str](), []
+    for number in (s for s, holder in enumerate(layout.placement) if holder == pp_rank):
+        names = stage_names(table, split[number], number == 0, number == layout.stages - 1)
+        parts.append(_part(table, number, split[number], names, layout, tp_rank, held, known))
+    return parts
 
 
-def _part(table: Table, number: int, layers: range, layout: Layout, tp_rank: int, both: bool) -> StagePart:
-    """`both`: the rank also holds the first stage, which then owns what the last one is tied to."""
-    first, last = number == 0, number == layout.stages - 1
-    tied = dict(table.ties)
+def _part(
+    table: Table, number: int, layers: range, names: Iterable[str], layout: Layout, tp_rank: int, held: Holders,
+    known: set[str],
+) -> StagePart:  # fmt: skip
+    """`known`: what the rank's stages before it own of what several stages hold."""
     sizes = layout.axes
     coordinate = {**dict.fromkeys(sizes, 0), "tp": tp_rank, "etp": tp_rank % layout.expert_tp}
     placed = {}
-    for name in stage_names(table, layers, first, last):
+    for name in names:
         canonical = table.canonical(name)
-        if canonical != name and both:
+        if canonical in known:
             continue
-        rule = table.rule(canonical)
-        placed[name] = Placed(canonical, rule, shard(rule, coordinate, sizes), counts=canonical == name)
-    tie = _tie(tied, placed, first, last)
-    classes = layout.classes(tie)
+        known |= {canonical} & held.keys()
+        rule, counts = table.rule(canonical), number == held.get(canonical, (number,))[0]
+        placed[name] = Placed(canonical, rule, shard(rule, coordinate, sizes), counts)
+    classes = layout.classes(held)
     shapes = {n: p.shard.shape for n, p in placed.items()}
     kinds = {n: classes.of(n, p) for n, p in placed.items()}
     ways = {DENSE: layout.shard_ranks, EXPERTS: layout.expert_shard_ranks}
     spans = cut_buckets(shapes, kinds, layout.ddp_bucket_size, ways)
     order = [n for span in spans for n in span.names]
     return StagePart(number, layers, {n: placed[n] for n in order}, tuple(spans))
-
-
-def _tie(tied: Mapping[str, str], placed: Mapping[str, Placed], first: bool, last: bool) -> str | None:
-    if tied and first:
-        return next(iter(tied.values()))
-    return next((alias for alias in tied if last and alias in placed), None)
 
 
 def stage_names(table: Table, layers: range, first: bool, last: bool) -> Iterator[str]:

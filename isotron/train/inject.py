@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from unittest.mock import patch
 
@@ -44,12 +44,10 @@ def _dropped_sum(model: ParallelModel) -> Iterator[None]:
         with patch.object(Flat, "_sum_partial", lambda self: None):
             yield
     elif layout.placement[0] != layout.placement[-1] and cfg.tie_embeddings:
-        ties = [(stage.flat, stage.flat.tie) for stage in model.stages.values()]
-        for flat, tie in ties:
-            flat.tie = None if tie is None else (tie[0], ALONE)
-        yield
-        for flat, tie in ties:
-            flat.tie = tie
+        with ExitStack() as stack:
+            for stage in model.stages.values():
+                stack.enter_context(patch.object(stage.flat, "ties", dict.fromkeys(stage.flat.ties, ALONE)))
+            yield
     elif layout.dp > 1:
         with _without_first_bucket(model):
             yield

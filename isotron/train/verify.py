@@ -41,7 +41,8 @@ class Case:
     `batch_multiples`: step i has multiples[i % len] x `global_batch` samples, whatever the layout makes of them.
     `masked_steps`: steps in which no token counts. `isolate`: two documents per sample that do not see each other.
     `frozen`: patterns of parameters that are not trained. `device`: "cpu", or "cuda" with one device per rank. `rows`:
-    gives the samples of a range as a batch; random ones without it.
+    gives the samples of a range as a batch; random ones without it. `source`: longest sequence of an encoder, 0 for
+    models without one.
     """
 
     model: Any
@@ -59,6 +60,7 @@ class Case:
     frozen: tuple[str, ...] = ()
     device: str = "cpu"
     rows: Callable[[range], Batch] | None = None
+    source: int = 0
     # epsilon far above rounding keeps Adam from turning the last bit of a tiny gradient into a step
     optim: OptimConfig = OptimConfig(clip_grad=1.0, adam_eps=1e-6)
 
@@ -86,6 +88,14 @@ def sample(case: Case, number: int) -> tuple[Tensor, Tensor]:
     return row, mask * (number % 4 != 3)
 
 
+def _with_source(batch: Batch, case: Case, numbers: range) -> Batch:
+    """With what an encoder reads: rows of unequal lengths, the rest is padding that nothing may see."""
+    generators = (torch.Generator().manual_seed(key(case.seed, "source", n)) for n in numbers)
+    rows = [torch.randint(0, case.model.vocab_size, (case.source,), generator=g) for g in generators]
+    lengths = [case.source - n % 3 * (case.source // 4) for n in numbers]
+    return replace(batch, source=torch.stack(rows), source_lengths=torch.tensor(lengths))
+
+
 def microbatches(case: Case, step: int, dp: Group) -> list[Batch]:
     """This data-parallel rank's microbatches of one step."""
     share = case.micro_batch * dp.size
@@ -110,7 +120,8 @@ def microbatches(case: Case, step: int, dp: Group) -> list[Batch]:
         docs = (positions >= case.sequence // 3).long() if case.isolate else None
         ids = torch.tensor(list(numbers))
         mask = torch.stack(masks) * (step not in case.masked_steps)
-        batches.append(Batch(tokens[:, :-1], tokens[:, 1:], mask, positions, ids, docs))
+        batch = Batch(tokens[:, :-1], tokens[:, 1:], mask, positions, ids, docs)
+        batches.append(_with_source(batch, case, numbers) if case.source else batch)
     return batches
 
 

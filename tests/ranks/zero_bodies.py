@@ -225,7 +225,7 @@ def two_groups(zero: int) -> tuple[dict[str, float], dict[str, int]]:
     }
     plan = Sharding(zero, groups, 1000, Classes(group_of=lambda p: p.name))
     device = torch.device("cpu")
-    flat = Flat(dict(module.items()), placed, plan, torch.float32, device, lambda *_: None, Partial(), None)  # type: ignore[arg-type]
+    flat = Flat(dict(module.items()), placed, plan, torch.float32, device, lambda *_: None, Partial(), {})  # type: ignore[arg-type]
     flat.begin()
     for sink in flat.sinks.values():
         sink.add(torch.full(shape, float(rank)))

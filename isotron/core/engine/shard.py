@@ -97,7 +97,7 @@ class Sharded:
         stage = zero if dp.size > 1 else 0
         group = sharing(dp.ranks, mesh.rank, mesh.group_of, shard_size if stage else 1)
         frozen = tuple(n for n, p in named.items() if not p.requires_grad)
-        classes = Classes(None, stage == 3, False, frozen, unit_of=self._unit_of.__getitem__)
+        classes = Classes(frozenset(), stage == 3, False, frozen, unit_of=self._unit_of.__getitem__)
         plan = Sharding(stage, {DENSE: group}, bucket_size, classes, overlap, reduce_dtype, hosted, sums)
         self.flats = [self._flat(found, plan) for found in _by_dtype(named)]
         self._steps = [] if optimizer is None else _into_optimizer(optimizer, named, self.views())
@@ -116,7 +116,7 @@ class Sharded:
         rules = {n: Rule(n, first.shapes[n] or (1,)) for n in named}
         placed = {n: Placed(n, r, shard_of(r, where, sizes)) for n, r in rules.items()}
         one = next(iter(named.values()))
-        flat = Flat(named, placed, plan, one.dtype, one.device, first.fill, Partial(), None)
+        flat = Flat(named, placed, plan, one.dtype, one.device, first.fill, Partial(), {})
         for n, p in named.items():
             p.data = p.data.view(first.shapes[n]) if tuple(p.data.shape) != first.shapes[n] else p.data
         return flat

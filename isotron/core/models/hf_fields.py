@@ -59,9 +59,9 @@ class Fields:
             return next(iter(known.values()))
         return known[value]
 
-    def finish(self) -> None:
+    def finish(self, encoder_decoder: bool = False) -> None:
         """Refuse what is not understood: one message that lists everything."""
-        for name in MUST_BE_OFF:
+        for name in MUST_BE_OFF[encoder_decoder:]:
             self.need(name, False, None)
         left = [k for k in self.values if k not in self.seen and k not in NEUTRAL]
         unknown = {k: self.values[k] for k in left if self.values[k] not in (None, False, {}, [], "")}

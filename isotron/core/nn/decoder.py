@@ -108,27 +108,42 @@ class Decoder(nn.Module):
         """Whether it ends in logits and loss."""
         return "head" in self.ends
 
+    def unit_names(self) -> list[str]:
+        """What is gathered and dropped as one under ZeRO-3, in the order of use."""
+        before, after = ("embed", "positions"), ("norm", "head", "mtp")
+        ends = [[name for name in names if name in self.ends] for names in (before, after)]
+        return [*ends[0], *(f"layers.{number}" for number in self.layers), *ends[1]]
+
+    def hands_on(self, batch: Batch, done: int) -> dict[str, int]:
+        """Name -> tokens of a row of each tensor that crosses a boundary behind `done` blocks of the model."""
+        return {"hidden": batch.shape[1]}
+
+    def carried(self, batch: Batch, boundary: Boundary, terms: Terms | None = None) -> Boundary:
+        """What crosses the boundary behind this stage; on the last one `hidden` is what the final norm takes."""
+        return {"hidden": self.hidden(batch, boundary, terms)}
+
     def hidden(self, batch: Batch, boundary: Boundary, terms: Terms | None = None) -> Tensor:
         """x_BSD after this stage's blocks; their terms of the loss go to `terms`."""
         x = boundary["hidden"] if not self.is_first else self.start(batch)
         ctx = self._context(batch, x.dtype if self.widths is None else self.widths[1])
         ctx.terms, ctx.sequence_weight = terms, self.sequence_weight
-        x = self._through_blocks(x, ctx)
+        x = self._through_blocks(x, ctx, list(self.layers.items()))
         ctx.terms = None if terms is None else _Unasked()
         return x
 
-    def _through_blocks(self, x: Tensor, ctx: Context) -> Tensor:
-        blocks = list(self.layers.items())
+    def _through_blocks(self, x: Tensor, ctx: Context, blocks: list[tuple[str, nn.Module]], first: int = 0) -> Tensor:
+        """Through some blocks of the stage, from its number `first` on."""
         if self.recompute != "full" or not self.training:
-            return self._keep_all(x, blocks, 0, ctx)
-        few = self.recompute_method == "block"
-        size, stop = (1, min(self.recompute_layers, len(blocks))) if few else (self.recompute_layers, len(blocks))
+            return self._keep_all(x, blocks, first, ctx)
+        size, stop = self.recompute_layers, len(blocks)
+        if self.recompute_method == "block":
+            size, stop = 1, max(0, min(self.recompute_layers - first, stop))
         for i in range(0, stop, size):
             unit = blocks[i : i + size]
-            with self.keeping(), self.offloading(i, (b for _, b in unit), ctx):
+            with self.keeping(), self.offloading(first + i, (b for _, b in unit), ctx):
                 x = checkpoint(self._chain, x, unit, ctx, use_reentrant=False, preserve_rng_state=False,
                                context_fn=partial(again, unit[-1][1], x))  # fmt: skip
-        return self._keep_all(x, blocks[stop:], stop, ctx)
+        return self._keep_all(x, blocks[stop:], first + stop, ctx)
 
     def _keep_all(self, x: Tensor, blocks: list[tuple[str, nn.Module]], first: int, ctx: Context) -> Tensor:
         """Blocks from number `first` of the stage on, which keep what they need."""
@@ -159,10 +174,10 @@ class Decoder(nn.Module):
     def forward(self, batch: Batch, boundary: Boundary, weight: float) -> tuple[Boundary, Terms]:
         """The next boundary and the terms of the loss: name -> (sum over tokens, its weight in the loss)."""
         terms: Terms = {}
-        x = self.hidden(batch, boundary, terms)
+        found = self.carried(batch, boundary, terms)
         if not self.is_last:
-            return {"hidden": x}, terms
-        x = self._through("norm", x, self.norm)
+            return found, terms
+        x = self._through("norm", found["hidden"], self.norm)
         loss = self._through("head", x, lambda x: self.head(x, batch.labels, batch.loss_mask, weight))
         if "mtp" in self.ends and self.training:
             ctx = self._context(batch, x.dtype)
@@ -183,15 +198,15 @@ class Decoder(nn.Module):
 
     def logits(self, batch: Batch, boundary: Boundary) -> tuple[Boundary, Tensor | None]:
         """The next boundary, and on the last stage the logits of the vocabulary rows held here."""
-        x = self.hidden(batch, boundary)
-        return ({"hidden": x}, None) if not self.is_last else ({}, self.logits_of(x))
+        found = self.carried(batch, boundary)
+        return (found, None) if not self.is_last else ({}, self.logits_of(found["hidden"]))
 
     def scores(self, batch: Batch, boundary: Boundary) -> tuple[Boundary, Tensor | None]:
         """The next boundary, and on the last stage `label_scores` of the labels that the mask counts."""
-        x = self.hidden(batch, boundary)
+        found = self.carried(batch, boundary)
         if not self.is_last:
-            return {"hidden": x}, None
-        x = self._through("norm", x, self.norm)
+            return found, None
+        x = self._through("norm", found["hidden"], self.norm)
         return {}, self._through("head", x, lambda x: label_scores(self.head, x, batch.labels, batch.loss_mask))
 
     def logits_of(self, x: Tensor) -> Tensor:

@@ -42,6 +42,11 @@ class _Lookup(torch.autograd.Function):
         return None, dw, None, None, None
 
 
+def looked_up(ids: Tensor, w_VD: Tensor) -> Tensor:
+    """w_VD[ids], [*ids.shape, D], of a table that every rank holds all rows of."""
+    return _Lookup.apply(ids, w_VD, 0, w_VD.shape[0], None)
+
+
 class Embedding(nn.Module):
     """scale * W_VD[ids]; the scale is rounded to the type of the weights first."""
 
@@ -71,4 +76,4 @@ class Positions(nn.Module):
         """[B, S, D] for the local part of S."""
         index, count = self.sequence
         local = positions_BS.chunk(count, dim=1)[index] if count > 1 else positions_BS
-        return _Lookup.apply(local, self.weight, 0, self.weight.shape[0], None)
+        return looked_up(local, self.weight)

@@ -27,18 +27,19 @@ def group_of(placed: Placed) -> str:
 class Class:
     """What all parameters of a bucket have in common.
 
-    tied: alone in its bucket, because its two owners must cut it alike. unit: gathered together (ZeRO-3). early: its
-    gradient is formed in B even where those of matrices wait for W. group: the ranks over which gradients are summed.
+    tied: its name where several stages hold it: alone in its bucket, because all holders must cut it alike. unit:
+    gathered together (ZeRO-3). early: its gradient is formed in B even where those of matrices wait for W. group: the
+    ranks over which gradients are summed.
     """
 
     frozen: bool = False
-    tied: bool = False
+    tied: str = ""
     group: str = DENSE
     early: bool = False
     unit: str = ""
 
     @property
-    def order(self) -> tuple[bool, bool, str, bool]:
+    def order(self) -> tuple[bool, str, str, bool]:
         """Place in the buffer; within a class the last parameters of the stage come first, as in the backward."""
         return self.frozen, self.tied, self.group, self.early
 
@@ -73,11 +74,12 @@ def unit_of(name: str) -> str:
 class Classes:
     """The rule that gives a parameter its class.
 
-    by_unit: gathered block by block (ZeRO-3). split_early: tables with W actions keep gradients of matrices waiting.
-    group_of: the data-parallel group of a parameter. unit_of: what is gathered with a parameter of a local name.
+    ties: names of what several stages hold. by_unit: gathered block by block (ZeRO-3). split_early: tables with W
+    actions keep gradients of matrices waiting. group_of: the data-parallel group of a parameter. unit_of: what is
+    gathered with a parameter of a local name.
     """
 
-    tie: str | None = None
+    ties: frozenset[str] = frozenset()
     by_unit: bool = False
     split_early: bool = False
     frozen: tuple[str, ...] = ()
@@ -88,7 +90,7 @@ class Classes:
         """The class of a parameter under its local name."""
         return Class(
             is_frozen(placed.name, self.frozen),
-            name == self.tie,
+            placed.name if placed.name in self.ties else "",
             self.group_of(placed),
             self.split_early and len(placed.shard.shape) < 2,
             self.unit_of(name) if self.by_unit else "",

@@ -5,8 +5,8 @@ each bucket into runs, at row boundaries (`buckets.py`); what of a bucket stays 
 `shards.py`. A run's gradients are summed at its owner, which steps it.
 
 Two kinds of gradients need another sum, of runs: those that each tensor-parallel rank saw only a part of the
-activation for (norm gains under sequence parallelism, shared key/value heads), and tied embeddings that live on two
-pipeline stages. Neighbours cut their buckets alike, so it does not matter that the runs were summed before.
+activation for (norm gains under sequence parallelism, shared key/value heads), and parameters that live on several
+pipeline stages (`ties.py`). Neighbours cut their buckets alike, so it does not matter that the runs were summed before.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ class Flat:
     """A stage's parameters in flat buffers.
 
     `parameters` and `placed`: local name -> parameter and where it belongs, in the order of the modules. `fill` writes
-    the first values of rows of a parameter in place. `tie`: the local name of a parameter that lives on two stages, and
-    the group of both.
+    the first values of rows of a parameter in place. `ties`: local names of parameters that live on several stages, and
+    the group of those; `sum_ties` sums them.
     """
 
     def __init__(
@@ -88,9 +88,9 @@ class Flat:
         device: torch.device,
         fill: Fill,
         partial: Partial,
-        tie: tuple[str, Group] | None,
+        ties: Mapping[str, Group],
     ) -> None:
-        self.plan, self.placed, self.tie, self._partial = plan, placed, tie, partial
+        self.plan, self.placed, self.ties, self._partial = plan, placed, dict(ties), partial
         self._parameters = parameters
         self._shapes = {name: p.shard.shape for name, p in placed.items()}
         kinds = {name: plan.classes.of(name, p) for name, p in placed.items()}
@@ -220,10 +220,6 @@ class Flat:
             if pending is not None:
                 pending.wait()
         self._sum_partial()
-        if self.tie is not None:
-            name, group = self.tie
-            for _, grad in self._grads_of(name):
-                comm.all_reduce(grad, group)
 
     def _grads_of(self, name: str) -> list[tuple[Box, Tensor]]:
         """The rows of a parameter that this rank steps, and their gradients in the shape of the rows."""
@@ -234,6 +230,11 @@ class Flat:
                     (v.box, v.grad.view(v.box.shape)) for n, v in self._between(bucket, self._run(bucket)) if n == name
                 ]
         return found
+
+    def sum_tie(self, name: str) -> None:
+        """Sum the gradient of a parameter over the stages that hold it; all of them call it."""
+        for _, grad in self._grads_of(name):
+            comm.all_reduce(grad, self.ties[name])
 
     def _sum_partial(self) -> None:
         for replicas in sorted({count for _, _, count in self._partial.pieces}):

@@ -56,8 +56,7 @@ class ParallelModel:
         self.stages: dict[int, Stage] = {}
         for s, holder in enumerate(layout.placement):
             if holder == mesh.coordinate["pp"]:
-                beside = self.stages.get(0)
-                self.stages[s] = build_stage(config, s, layers[s], layout, mesh, dtype, device, seed, beside, frozen)
+                self.stages[s] = build_stage(config, s, layers, layout, mesh, dtype, device, seed, self.stages, frozen)
         self._tables: dict[tuple[int, bool], Schedule] = {}
         keep = layout.recompute_keep if layout.recompute == "full" else None
         # ranks that are dealt documents end at different times: nothing of the reduction is started before the end
@@ -92,7 +91,14 @@ class ParallelModel:
         terms = self.runtime.run(self.table(len(batches)), self.local(batches), weight)
         for stage in self.stages.values():
             stage.flat.finish_reduce()
+        self._sum_ties()
         return terms
+
+    def _sum_ties(self) -> None:
+        """Gradients of what several stages hold; in the order of their names, for ranks may meet over several."""
+        found = [(s.placed[name].name, name, s.flat) for s in self.stages.values() for name in s.flat.ties]
+        for _, name, flat in sorted(found, key=lambda tie: tie[0]):
+            flat.sum_tie(name)
 
     @torch.no_grad()
     def forward_only(self, batches: Sequence[Batch]) -> dict[str, Tensor]:

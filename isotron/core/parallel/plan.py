@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from isotron.core.options import option
@@ -265,11 +265,11 @@ class Layout:
         """Data-parallel ranks over which a tensor is sharded; each part is held data_ranks / shard_ranks times."""
         return (self.zero_shard_size or self.data_ranks) if self.zero_stage else 1
 
-    def classes(self, tie: str | None, frozen: tuple[str, ...] = ()) -> Classes:
-        """How parameters are kept apart in buckets."""
+    def classes(self, ties: Collection[str], frozen: tuple[str, ...] = ()) -> Classes:
+        """How parameters are kept apart in buckets. `ties`: names of what several stages hold."""
         lean = self.shard_ranks > 1
         split_early = lean and self.zero_stage >= 2 and self.pp > 1
-        return Classes(tie, lean and self.zero_stage == 3, split_early, frozen)
+        return Classes(frozenset(ties), lean and self.zero_stage == 3, split_early, frozen)
 
     @property
     def schedule_name(self) -> str:

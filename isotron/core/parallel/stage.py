@@ -6,7 +6,7 @@ parameter; that much is allocated, drawn, and put in its place, and the sockets 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from importlib import import_module
@@ -36,19 +36,25 @@ from isotron.core.parallel.keep import shared_inputs
 from isotron.core.parallel.plan import Layout
 from isotron.core.parallel.shards import Sharding, sharing
 from isotron.core.parallel.tensor import fill_sockets
+from isotron.core.parallel.ties import Holders, holders
 from isotron.core.parallel.units import Units
 from isotron.core.random import normal_pieces
 
 
 @dataclass
 class Stage:
-    """One pipeline stage as this rank holds it. `buffers`: names of saved tensors without a gradient."""
+    """One pipeline stage as this rank holds it. `known`: the parameters that it uses, under
+    their global names. `stops`: behind which block each stage of the model ends. `buffers`: names of saved tensors
+    without a gradient.
+    """
 
     number: int
     module: Decoder
     flat: Flat
     placed: dict[str, Placed]
+    known: dict[str, tuple[Placed, nn.Parameter]]
     hidden_size: int
+    stops: tuple[int, ...]
     sequence_split: int
     dtype: torch.dtype
     buffers: dict[str, Rule] = field(default_factory=dict)
@@ -82,71 +88,76 @@ class Stage:
         self.module.recompute = "full" if wanted else "none"
 
     def boundary_shapes(self, batch: Batch, behind: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Name -> (shape, dtype) of the tensors that stage `behind` hands on; the same behind every stage."""
-        b, s = batch.shape
+        """Name -> (shape, dtype) of the tensors that stage `behind` hands on."""
         dtype = self.dtype if self.module.widths is None else self.module.widths[0]
-        return {"hidden": ((b, s // self.sequence_split, self.hidden_size), dtype)}
+        rows, split, width = len(batch.tokens), self.sequence_split, self.hidden_size
+        lengths = self.module.hands_on(batch, self.stops[behind])
+        return {name: ((rows, length // split, width), dtype) for name, length in lengths.items()}
 
 
 def build_stage(
     cfg: Any,
     number: int,
-    layers: range,
+    split: Sequence[range],
     layout: Layout,
     mesh: Mesh,
     dtype: torch.dtype,
     device: torch.device,
     seed: int,
-    beside: Stage | None = None,
+    beside: Mapping[int, Stage],
     frozen: tuple[str, ...] = (),
 ) -> Stage:
-    """Stage `number` of `layout.stages`, holding blocks `layers`, with its initial weights.
+    """Stage `number`, holding blocks `split[number]`, with its initial weights.
 
-    `beside`: the first stage, when this is another one on its rank. A tie between the two is then one parameter, which
-    the first stage owns. `frozen`: patterns of global names of parameters that are not trained.
+    `beside`: the stages before it on its rank. What they hold of what several stages hold is here the same parameter,
+    which the first of them owns. `frozen`: patterns of global names of parameters that are not trained.
     """
     padded = layout.padded_vocab(cfg.vocab_size)
-    first, last = number == 0, number == layout.stages - 1
+    first, last, layers = number == 0, number == len(split) - 1, split[number]
     with torch.device("meta"):
         module: Decoder = import_module(f"isotron.core.models.{cfg.family}").build(cfg, layers, first, last, padded)
     table = cfg.layout(padded)
-    tied = dict(table.ties)
-    owner = module if first else None if beside is None else beside.module
-    placed: dict[str, Placed] = {}
+    held = holders(cfg, table, split)
+    groups = _tie_groups(held, layout, mesh)
+    placed: dict[str, Placed] = {}  # what this stage owns
+    known = {name: held_by for stage in beside.values() for name, held_by in stage.known.items() if name in held}
+    everything: dict[str, Placed] = {}
     for name, p in list(module.named_parameters()):
         canonical = table.canonical(name)
-        if canonical != name and owner is not None:  # both owners live on this rank: one parameter
-            _put(module, name, owner.get_parameter(canonical))
+        if canonical in known:  # held on this rank already: one parameter
+            everything[name], same = known[canonical]
+            _put(module, name, same)
             continue
         rule = table.rule(canonical)
-        here = Placed(canonical, rule, shard(rule, mesh.coordinate, mesh.sizes), counts=canonical == name)
-        _check_shape(name, p, here, padded)
-        own = torch.empty(0, dtype=dtype, device=device)
-        _put(module, name, nn.Parameter(own, requires_grad=not is_frozen(canonical, frozen)))
-        placed[name] = here
+        counts = number == held.get(canonical, (number,))[0]
+        placed[name] = everything[name] = Placed(canonical, rule, shard(rule, mesh.coordinate, mesh.sizes), counts)
+        _check_shape(name, p, placed[name], padded)
+        own = nn.Parameter(torch.empty(0, dtype=dtype, device=device), requires_grad=not is_frozen(canonical, frozen))
+        _put(module, name, own)
+        known[canonical] = placed[name], own
     buffers = _make_buffers(module, table, torch.promote_types(dtype, torch.float32), device)
-    known = placed if beside is None else {**beside.placed, **placed}
-    fill_sockets(module, {**placed, **_aliases(known, tied)}, mesh.group("tp"), layout.sequence_parallel)
+    fill_sockets(module, everything, mesh.group("tp"), layout.sequence_parallel)
     fill_context(module, layout, mesh)
     fill_experts(module, layout, mesh)
     _set_policies(module, layout, seed, mesh.group("tp"))
     wide = torch.promote_types(dtype, torch.float32)
     module.widths = (wide, dtype) if layout.fp32_residual_connection and wide != dtype else None
-    tie = _tie(placed, tied, first, last, layout, mesh)
     partials = Partial(
         partial_pieces(placed, partial_rule(layout.sequence_parallel)), lambda replicas: mesh.subgroup("tp", replicas)
     )
-    plan = sharding_of(layout, mesh, None if tie is None else tie[0], frozen)
+    plan = sharding_of(layout, mesh, held, frozen)
     parameters = {name: module.get_parameter(name) for name in placed}
-    flat = Flat(parameters, placed, plan, dtype, device, initialiser(seed), partials, tie)
+    ties = {name: groups[p.name] for name, p in placed.items() if p.name in groups}
+    flat = Flat(parameters, placed, plan, dtype, device, initialiser(seed), partials, ties)
     flat.wait_in_forward(module)
     sequence_split = layout.tp if layout.sequence_parallel else 1
     units = None
     if plan.classes.by_unit:
-        units = module.around = units_of(module, layout, [flat] if beside is None else [flat, beside.flat])
+        units = module.around = units_of(module, layout, [flat, *(stage.flat for stage in beside.values())])
         if last:
             module.head.at_hand = partial(units.at_hand, "head")
-    return Stage(number, module, flat, placed, cfg.hidden_size, sequence_split, dtype, buffers, units)
+    stops = tuple(blocks.stop for blocks in split)
+    return Stage(number, module, flat, placed, known, cfg.hidden_size, stops, sequence_split, dtype, buffers, units)
 
 
 def _make_buffers(module: nn.Module, table: Table, dtype: torch.dtype, device: torch.device) -> dict[str, Rule]:
@@ -158,7 +169,7 @@ def _make_buffers(module: nn.Module, table: Table, dtype: torch.dtype, device: t
     return rules
 
 
-def sharding_of(layout: Layout, mesh: Mesh, tie: str | None, frozen: tuple[str, ...]) -> Sharding:
+def sharding_of(layout: Layout, mesh: Mesh, held: Holders, frozen: tuple[str, ...]) -> Sharding:
     """What is sharded, over which ranks."""
     dp = mesh.group("cp", "dp")
     groups = {
@@ -166,7 +177,7 @@ def sharding_of(layout: Layout, mesh: Mesh, tie: str | None, frozen: tuple[str, 
         EXPERTS: sharing(mesh.group("edp").ranks, mesh.rank, mesh.group_of, layout.expert_shard_ranks),
     }
     transport = None if layout.grad_reduce_dtype == "auto" else devices.dtype_of(layout.grad_reduce_dtype)
-    classes = layout.classes(tie, frozen)
+    classes = layout.classes(held, frozen)
     overlap = layout.overlap_grad_reduce
     hosted = layout.offload_weights
     sums = None if layout.main_grads_dtype == "auto" else devices.dtype_of(layout.main_grads_dtype)
@@ -175,10 +186,8 @@ def sharding_of(layout: Layout, mesh: Mesh, tie: str | None, frozen: tuple[str, 
 
 def units_of(module: Decoder, layout: Layout, flats: list[Flat]) -> Units:
     """The units of a stage in the order of their use, with their buckets, whichever stage of this rank owns them."""
-    names = [n for n in ("embed", "positions") if n in module.ends] + [f"layers.{i}" for i in module.layers]
-    names += [n for n in ("norm", "head", "mtp") if n in module.ends]
     buckets = {}
-    for name in names:
+    for name in module.unit_names():
         inside = ("mtp", "mtp_embed", "head") if name == "mtp" else (name,)
         parameters = (p for part in inside for p in module.get_submodule(part).parameters())
         held = (flat.bucket_of.get(id(p)) for p in parameters for flat in flats)
@@ -207,14 +216,21 @@ def initial(placed: Placed, pieces: list[Piece], out: Tensor, seed: int) -> Tens
     rule = placed.rule
     if rule.init == "normal":
         normal_pieces(out, pieces, rule.shape, seed, placed.name, rule.std)
+        _lessen(rule, pieces, out)
     elif rule.init == "ones":
         for piece in pieces:
             out[piece.local_box.slices()] = 1
     return out
 
 
-def _aliases(placed: dict[str, Placed], tied: dict[str, str]) -> dict[str, Placed]:
-    return {alias: placed[name] for alias, name in tied.items() if name in placed}
+def _lessen(rule: Rule, pieces: list[Piece], out: Tensor) -> None:
+    """The first rows of a tensor whose parts begin with different deviations."""
+    count, factor = rule.lesser
+    first = Box((0,) * len(rule.shape), (count, *rule.shape[1:]))
+    for piece in pieces if count else ():
+        common = piece.global_box.overlap(first)
+        if common is not None:
+            out[common.relative_to(piece.global_box).shifted(piece.local_box.offset).slices()] *= factor
 
 
 def _put(module: nn.Module, name: str, p: nn.Parameter) -> None:
@@ -251,12 +267,10 @@ def _set_policies(module: Decoder, layout: Layout, seed: int, tp: Group) -> None
             layer.mlp_chunks = layout.mlp_chunks
 
 
-def _tie(
-    placed: dict[str, Placed], tied: dict[str, str], first: bool, last: bool, layout: Layout, mesh: Mesh
-) -> tuple[str, Group] | None:
-    """The local name of a tied parameter of this stage, and the ranks of the stages that hold it."""
-    if not tied or not (first or (last and any(alias in placed for alias in tied))):
-        return None
-    along, home = mesh.ranks_along("pp"), layout.placement
-    ends = dict.fromkeys((along[home[0]], along[home[-1]]))
-    return next(iter(tied.values())) if first else next(iter(tied)), mesh.group_of(ends)
+def _tie_groups(held: Holders, layout: Layout, mesh: Mesh) -> dict[str, Group]:
+    """Of what several stages hold, and this rank with them: the ranks of those stages, each once.
+
+    Made in the order of the names, for ranks that meet in several groups must make them in one order.
+    """
+    found = {name: mesh.places("pp", (layout.placement[s] for s in held[name])) for name in sorted(held)}
+    return {name: group for name, group in found.items() if group is not None}

@@ -23,6 +23,7 @@ from isotron.core import comm
 from isotron.core.layout import Placed
 from isotron.core.mesh import Group
 from isotron.core.nn.attention import Attention
+from isotron.core.nn.cross import CrossAttention
 from isotron.core.nn.dropout import Dropout
 from isotron.core.nn.embedding import Embedding, Positions
 from isotron.core.nn.linear import Linear
@@ -133,7 +134,7 @@ def fill_sockets(module: nn.Module, placed: dict[str, Placed], group: Group, seq
                 layer.vocab = SplitVocab(group, first) if split_up else None
             case Positions():
                 layer.sequence = part
-            case Attention() | LatentAttention():
+            case Attention() | LatentAttention() | CrossAttention():
                 layer.core.dropout.heads = (group.index, group.size)
             case Dropout():
                 layer.sequence = part

@@ -18,7 +18,9 @@ from torch import Tensor
 
 from isotron.core.parallel.shards import Bucket
 
-NO_LOOKBACK = frozenset({"embed", "positions", "head"})  # their backwards need no weights
+NO_LOOKBACK = frozenset(
+    {"embed", "positions", "encoder_bias", "decoder_bias", "head"}
+)  # their backwards need no weights
 
 
 class Unit:

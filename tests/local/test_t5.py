@@ -1,0 +1,103 @@
+"""T5 and T5 v1.1 against `transformers` in float32, and their way to a Hugging Face directory and back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from isotron.core.batch import Batch
+from isotron.core.layout import whole
+from isotron.core.nn.relative import bucket
+from isotron.core.parallel.plan import Layout
+from isotron.hub.live import from_hf, to_hf
+from isotron.hub.reader import HFSource
+
+pytest.importorskip("transformers")
+V, E, S = 131, 200, 90
+SIZES = {"vocab_size": V, "d_model": 64, "d_kv": 12, "d_ff": 48, "num_heads": 4, "num_layers": 2,
+         "num_decoder_layers": 3, "decoder_start_token_id": 0,
+         "dropout_rate": 0.0}  # fmt: skip
+KINDS: dict[str, dict[str, Any]] = {
+    "t5": SIZES,
+    "v1.1": {**SIZES, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False,
+             "relative_attention_num_buckets": 16, "relative_attention_max_distance": 50},
+}  # fmt: skip
+
+
+def twin_of(kind: str) -> Any:
+    """The model of the other library with every weight random."""
+    import transformers
+
+    twin = transformers.T5ForConditionalGeneration(transformers.T5Config(**KINDS[kind])).eval()
+    if kind == "v1.1":
+        twin.lm_head.weight = torch.nn.Parameter(twin.shared.weight.detach().clone())
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for p in twin.parameters():
+            noise = torch.randn(p.shape, generator=generator)
+            p.copy_(noise * 0.3 + 1.0 if p.ndim == 1 else noise * 0.08)
+    return twin
+
+
+def batch() -> Batch:
+    """Two pairs; the second row of the encoder is padded."""
+    draw = torch.Generator().manual_seed(3)
+    rows, source = (torch.randint(0, V, (2, n), generator=draw) for n in (S + 1, E))
+    mask = torch.rand(2, S, generator=draw).gt(0.3).float()
+    positions = torch.arange(S).expand(2, -1)
+    lengths = torch.tensor([E, E - 37])
+    return Batch(rows[:, :-1], rows[:, 1:], mask, positions, torch.arange(2), source=source, source_lengths=lengths)
+
+
+def close(what: str, a: torch.Tensor, b: torch.Tensor) -> None:
+    assert a.shape == b.shape, what
+    assert (a - b).abs().max() <= 1e-5 * b.abs().max(), f"{what}: {(a - b).abs().max()} of {b.abs().max()}"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_gradients_and_the_way_back(kind: str, tmp_path: Path) -> None:
+    import transformers
+
+    twin, data = twin_of(kind), batch()
+    twin.save_pretrained(tmp_path / "theirs")
+    model = from_hf(tmp_path / "theirs", Layout(dp=1, make_vocab_size_divisible_by=64))
+    (stage,) = model.stages.values()
+    seen = (torch.arange(E) < data.source_lengths[:, None]).long()  # type: ignore[index]
+    theirs = twin(input_ids=data.source, attention_mask=seen, decoder_input_ids=data.tokens).logits
+    losses = torch.nn.functional.cross_entropy(theirs.flatten(0, 1), data.labels.flatten(), reduction="none")
+    weight = 1 / float(data.loss_mask.sum())
+    (losses * data.loss_mask.flatten()).sum().mul(weight).backward()
+    _, ours = stage.module.eval().logits(data, {})
+    close("logits", ours, theirs.detach())
+
+    to_hf(model, tmp_path / "ours", like=tmp_path / "theirs")
+    again = transformers.T5ForConditionalGeneration.from_pretrained(tmp_path / "ours")
+    assert all(torch.equal(p, q) for p, q in zip(twin.parameters(), again.parameters(), strict=True))
+    assert torch.equal(again.eval()(input_ids=data.source, attention_mask=seen, decoder_input_ids=data.tokens).logits,
+                       theirs)  # fmt: skip
+
+    model.forward_backward([data], weight)
+    with torch.no_grad():
+        for p in twin.parameters():
+            p.copy_(p.grad)
+    twin.save_pretrained(tmp_path / "gradients")
+    wanted = HFSource(tmp_path / "gradients", check_head=False)
+    assert set(stage.flat.sinks) == set(wanted.names())
+    for name, sink in stage.flat.sinks.items():
+        dtype, shape = wanted.info(name)
+        found = torch.full(shape, torch.nan, dtype=dtype)
+        wanted.read(name, whole(shape), found)
+        close(name, sink.buffer[: len(found)], found)
+
+
+@pytest.mark.parametrize(("buckets", "farthest"), [(32, 128), (16, 50), (8, 20)])
+def test_buckets_are_the_other_librarys(buckets: int, farthest: int) -> None:
+    from transformers.models.t5.modeling_t5 import T5Attention
+
+    apart = torch.arange(-600, 600)
+    for causal in (False, True):
+        theirs = T5Attention._relative_position_bucket(apart, not causal, buckets, farthest)
+        assert torch.equal(bucket(apart, buckets, farthest, causal), theirs)

@@ -1,0 +1,63 @@
+"""Encoder-decoder models: every layout and pipeline table against one process in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from isotron.core.parallel.pipeline.registry import SCHEDULES
+from tests.covering import Case as Choice
+from tests.covering import covering, product_of, uncovered
+from tests.matrix import equals_one_process
+from tests.t5_matrix import AXES, case_of, legal
+
+Ranks = Callable[..., list[Any]]
+PAIRS = covering(AXES, legal)
+REST = [choice for choice in product_of(AXES, legal) if choice not in PAIRS]
+PLAIN: Choice = {"layout": "PP2", "model": "t5", "microbatch": 1, "zero": 1, "recompute": "none"}
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def world_of(choice: Choice) -> int:
+    return case_of(choice).layout.world
+
+
+def name_of(choice: Choice) -> str:
+    return "-".join(map(str, choice.values()))
+
+
+def test_every_pair_of_features_is_covered() -> None:
+    assert uncovered(PAIRS, AXES, legal) == set()
+
+
+@pytest.mark.parametrize("choice", sorted(PAIRS, key=world_of), ids=name_of)
+def test_pairs(ranks: Ranks, choice: Choice) -> None:
+    equals_one_process(ranks, case_of(choice), name_of(choice))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("choice", sorted(REST, key=world_of), ids=name_of)
+def test_full_product(ranks: Ranks, choice: Choice) -> None:
+    equals_one_process(ranks, case_of(choice), name_of(choice))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pp", [2, 4])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule(ranks: Ranks, schedule: str, pp: int) -> None:
+    """The biases and the embedding live on several stages, some of them on one rank."""
+    case = case_of(PLAIN)
+    chunks = 1 if SCHEDULES[schedule].per_rank == "one" else 2
+    vpp = chunks if SCHEDULES[schedule].per_rank == "any" else 1
+    layout = replace(case.layout, pp=pp, schedule=schedule, vpp=vpp, layers_per_stage=split_of(pp * chunks))
+    case = replace(case, layout=layout, batch_multiples=(1, 2), global_batch=4)
+    equals_one_process(ranks, case, f"{schedule} on {pp}")
+
+
+def split_of(stages: int) -> tuple[int, ...]:
+    """Six blocks over so many stages: empty ones too, and one with blocks of both sides."""
+    return {2: (4, 2), 4: (1, 2, 2, 1), 8: (0, 1, 1, 2, 0, 1, 1, 0)}[stages]
