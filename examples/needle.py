@@ -31,8 +31,8 @@ NEEDLE, PROMPT = 16, 4
 
 
 def tokens_of(prefix: str) -> list[int]:
-    """All documents of a token file, one after the other."""
-    data = IndexedDataset(prefix)
+    """All documents of a token file, given as training is given it, one after the other."""
+    data = IndexedDataset(prefix if Path(f"{prefix}.idx").is_file() else f"{prefix}_text_document")
     return [int(t) for i in range(len(data.lengths)) for t in data.get(i, 0, int(data.lengths[i]))]
 
 
@@ -76,7 +76,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[512, 1024, 2048, 4096])
     parser.add_argument("--count", type=int, default=16)
     args = parser.parse_args(words)
-    text = tokens_of(args.text if Path(f"{args.text}.idx").is_file() else f"{args.text}_text_document")
+    text = tokens_of(args.text)
     model = load(args.checkpoint, max(args.lengths))
     for length in args.lengths:
         gain, right = needle(model, text, length, args.count)
