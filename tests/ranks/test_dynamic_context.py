@@ -10,6 +10,7 @@ import pytest
 
 from isotron.core.mesh import ALONE
 from isotron.core.models.gpt_config import GPTConfig
+from isotron.core.models.mistral_config import MistralConfig
 from isotron.core.parallel.dealt import documents, joined_rows
 from isotron.core.parallel.plan import Layout
 from isotron.train.verify import Case, measure, microbatches
@@ -18,6 +19,7 @@ from tests.matrix import faults, reference_of
 from tests.ranks.bodies import build
 
 GPT = GPTConfig(2, 32, 8, vocab_size=131, max_position_embeddings=16, hidden_dropout=0.0, attention_dropout=0.0)
+WINDOW = MistralConfig(2, 32, 8, 4, 0, 48, 131, 16, sliding_window=5)
 BASE = Layout(dp=4, hybrid_context_parallel=True, make_vocab_size_divisible_by=8, ddp_bucket_size=3000)
 
 # two documents per row, 5 and 11 slots: with 4 slots on a rank on 2 and 4 ranks, with 6 on 1 and 2, with 16 where the
@@ -25,12 +27,12 @@ BASE = Layout(dp=4, hybrid_context_parallel=True, make_vocab_size_divisible_by=8
 CASES = {
     "4 slots": Case(MODELS["gqa"], replace(BASE, max_seqlen_per_dp_cp_rank=4), 16, 1, 4, steps=2, isolate=True),
     "6 slots, gathered, cp 2": Case(
-        MODELS["window"],
+        WINDOW,
         replace(BASE, dp=2, cp=2, max_seqlen_per_dp_cp_rank=6, cp_comm_type=("allgather",), zero=1),
         16, 1, 4, steps=2, isolate=True,
     ),
     "16 slots, TP with SP": Case(
-        MODELS["gqa"],
+        replace(MODELS["gqa"], softmax_type="learnable"),
         replace(BASE, dp=2, tp=2, sequence_parallel=True, max_seqlen_per_dp_cp_rank=16, recompute="full"),
         16, 2, 4, steps=2, isolate=True,
     ),
