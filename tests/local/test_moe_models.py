@@ -128,6 +128,36 @@ def test_predictions_train_the_shared_embedding() -> None:
     assert not torch.allclose(with_loss, without)
 
 
+def test_tokens_further_ahead_written_out() -> None:
+    """Depth k as its paper says it, on the positions that have a target: sums of the loss, two depths."""
+    cfg: Any = replace(PRESETS["deepseek-v3-tiny"], vocab_size=131, max_position_embeddings=16, mtp_num_layers=2)
+    case = Case(cfg, Layout(dp=1, make_vocab_size_divisible_by=1), sequence=16, micro_batch=2, global_batch=2)
+    model = ParallelModel(cfg, case.layout, Mesh(), torch.float64, torch.device("cpu"), 1)
+    randomise(model, 3)
+    (batch,) = microbatches(case, 0, model.mesh.group("dp"))
+    batch = replace(batch, loss_mask=torch.ones_like(batch.loss_mask))
+    found = model.forward_backward([batch], 1e-2)
+    (stage,) = model.stages.values()
+    module: Any = stage.module
+    tokens = torch.cat((batch.tokens, batch.labels[:, -1:]), 1)
+
+    def normed(x: torch.Tensor, norm: Any) -> torch.Tensor:
+        return x * (x.square().mean(-1, keepdim=True) + cfg.norm_epsilon).rsqrt() * norm.weight
+
+    with torch.no_grad():
+        h = normed(module.hidden(batch, {}), module.norm)
+        for k, depth in enumerate(module.mtp):
+            n = batch.shape[1] - k - 1
+            part = Batch(batch.tokens[:, :n], batch.labels[:, :n], batch.loss_mask[:, :n], batch.positions[:, :n],
+                         batch.sample_ids)  # fmt: skip
+            embedded = module.mtp_embed.weight[tokens[:, k + 1 : k + 1 + n]]
+            pair = torch.cat((normed(embedded, depth.enorm), normed(h[:, :n], depth.hnorm)), -1)
+            h = normed(depth.block(pair @ depth.join.weight.t(), module._context(part, torch.float64)), depth.norm)
+            scores = torch.log_softmax(h @ module.head.weight.t(), -1)
+            own = -scores.gather(-1, tokens[:, k + 2 : k + 2 + n, None]).sum()
+            assert float(found[f"mtp/{k}"]) == pytest.approx(float(own), rel=1e-9)
+
+
 def gradient_of_embedding(depths: int) -> torch.Tensor:
     cfg: DeepseekV3Config = replace(
         PRESETS["deepseek-v3-tiny"], vocab_size=131, max_position_embeddings=16, mtp_num_layers=depths

@@ -48,6 +48,14 @@ def test_full_product(ranks: Callable[..., list[Any]], choice: Choice) -> None:
     check(ranks, choice, steps=5)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("model", [name for name in MODELS if name != "global"])
+def test_experts_on_four_ranks_of_each_of_two_stages(ranks: Callable[..., list[Any]], model: str) -> None:
+    case = replace(case_of(PLAIN, 5), model=MODELS[model])
+    split = replace(case, micro_batch=1, layout=replace(case.layout, pp=2, dp=4, ep=4, zero=1, schedule="1f1b"))
+    assert faults(ranks(8, measure, split, timeout=240)[0], reference_of(case)) == []
+
+
 def test_the_matrix_sees_every_kind_of_term() -> None:
     reported = {name.partition("/")[0] for m in MODELS.values() for step in reference(m).aux for name in step}
     assert reported == {"balance", "z", "max_load", "tokens_per_expert", "dropped", "mtp"}
