@@ -26,7 +26,7 @@ from isotron.core import comm
 from isotron.core.batch import Batch
 from isotron.core.mesh import Mesh
 from isotron.core.models.llama_config import LlamaConfig
-from isotron.core.parallel.deal import Costs, deal, document_costs, loads
+from isotron.core.parallel.deal import MICROBATCH_TOKENS, Costs, deal, document_costs, loads
 from isotron.core.parallel.dealt import documents
 from isotron.core.parallel.model import ParallelModel
 from isotron.core.parallel.plan import Layout
@@ -98,7 +98,8 @@ def measured_costs(tokens: int) -> Costs:
     a, b = (min(w for _, w in run_ranks(1, timed, rows, Layout(dp=1), 2, timeout=120)[0]) for rows in (whole, cut))
     few, many = tokens * (short + 1) / 2, tokens * (tokens + 1) / 2
     pair = max((a - b) / (many - few), 1e-15)
-    return Costs(max((b - pair * few) / tokens, 1e-15), pair)
+    token = max((b - pair * few) / tokens, 1e-15)
+    return Costs(token, pair, MICROBATCH_TOKENS * token)
 
 
 def main() -> None:
@@ -117,7 +118,7 @@ def main() -> None:
     modelled = document_costs(replace(MODEL, max_position_embeddings=args.tokens))
     fixed = Layout(dp=1, cp=args.ranks)
     dynamic = Layout(dp=args.ranks, hybrid_context_parallel=True, max_seqlen_per_dp_cp_rank=most,
-                     hybrid_costs=(costs.token, costs.pair))  # fmt: skip
+                     hybrid_costs=(costs.token, costs.pair, costs.microbatch))  # fmt: skip
     sizes = sorted(p.length for p in pieces)
     print(f"{len(sizes)} documents of {sizes[0]} to {sizes[-1]} tokens, median {sizes[len(sizes) // 2]}, "
           f"mean {sum(sizes) / len(sizes):.0f}, in {args.rows} rows of {args.tokens}, "

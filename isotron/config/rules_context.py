@@ -113,12 +113,12 @@ def _costs_broken(c: RunConfig, f: Facts) -> bool:
     given, most = c.layout.hybrid_costs, c.layout.max_seqlen_per_dp_cp_rank
     if not c.layout.hybrid_context_parallel:
         return bool(given or most)
-    return bool(given) and (len(given) != 2 or min(given) <= 0)
+    return bool(given) and (len(given) not in (2, 3) or min(given) <= 0)
 
 
 def _hybrid_unused(c: RunConfig, f: Facts) -> Problem:
     given = moved(c, "max_seqlen_per_dp_cp_rank", "hybrid_costs")
-    case = "only documents that are dealt anew have them, two numbers above 0 for the costs"
+    case = "only documents that are dealt anew have them, two or three numbers above 0 for the costs"
     fix = "--hybrid-context-parallel --hybrid-costs 1.0,0.001"
     return Problem(asked(c, *given, "hybrid_context_parallel"), case, fix)
 

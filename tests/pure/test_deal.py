@@ -1,13 +1,14 @@
 """Documents dealt to groups of ranks: each once, within its room, with equal work; no two ranks wait for each other."""
 
 import random
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 
 from isotron.core.errors import Refused
 from isotron.core.models.llama_config import LlamaConfig
-from isotron.core.parallel.deal import Costs, Piece, deal, document_costs, largest_group, loads, sizes_of
+from isotron.core.parallel.deal import Costs, Piece, Share, deal, document_costs, largest_group, loads, sizes_of
 
 COSTS = Costs(1.0, 0.01)
 
@@ -65,4 +66,20 @@ def test_costs_of_a_model():
     config = LlamaConfig(2, 32, 8, 2, 0, 48, 131, 16)
     costs = document_costs(config)
     block = 32 * (8 + 2 * 2) * 4 + 32 * 32 + 3 * 32 * 48
-    assert costs == Costs(2 * block + 131 * 32, 2 * 2 * 32)
+    assert costs == Costs(2 * block + 131 * 32, 2 * 2 * 32, 64 * (2 * block + 131 * 32))
+
+
+def test_rows_stay_where_little_is_saved():
+    """Two long documents fill two rows: nothing to win. Where they leave the last chunk to others there is."""
+    costs = replace(COSTS, microbatch=64.0)
+    few = [Piece(0, 0, 3980), Piece(0, 3980, 20), Piece(1, 0, 3990), Piece(1, 3990, 10)]
+    shares = deal(few, 4, 1024, costs)
+    assert [(s.first, s.size, len(s.pieces)) for s in shares] == [(0, 4, 2), (0, 4, 2)]
+    assert all(s.size < 4 or len(s.pieces) == 1 for s in deal(few, 4, 1024, COSTS))
+    assert max(loads(shares, 4, costs)) <= 1.05 * max(loads(deal(few, 4, 1024, COSTS), 4, costs))
+    uneven = [Piece(0, 0, 3500), Piece(0, 3500, 500), Piece(1, 0, 3800), Piece(1, 3800, 200)]
+    assert {s.size for s in deal(uneven, 4, 1024, costs)} == {1, 4}
+    # what a member of a group has of a row of several documents: all pairs together, none twice
+    row = Share(0, 4, tuple(few[:2]))
+    pairs = [x - 1000 - 64 for x in loads([row], 4, Costs(1.0, 1.0, 64.0))]
+    assert sum(pairs) == 3980 * 3981 / 2 + 20 * 21 / 2

@@ -20,7 +20,9 @@ from tests.ranks.bodies import build
 
 GPT = GPTConfig(2, 32, 8, vocab_size=131, max_position_embeddings=16, hidden_dropout=0.0, attention_dropout=0.0)
 WINDOW = MistralConfig(2, 32, 8, 4, 0, 48, 131, 16, sliding_window=5)
-BASE = Layout(dp=4, hybrid_context_parallel=True, make_vocab_size_divisible_by=8, ddp_bucket_size=3000)
+BASE = Layout(
+    dp=4, hybrid_context_parallel=True, hybrid_costs=(1.0, 0.01), make_vocab_size_divisible_by=8, ddp_bucket_size=3000
+)
 
 # two documents per row, 5 and 11 slots: with 4 slots on a rank on 2 and 4 ranks, with 6 on 1 and 2, with 16 where the
 # work is equal
@@ -35,6 +37,10 @@ CASES = {
         replace(MODELS["gqa"], softmax_type="learnable"),
         replace(BASE, dp=2, tp=2, sequence_parallel=True, max_seqlen_per_dp_cp_rank=16, recompute="full"),
         16, 2, 4, steps=2, isolate=True,
+    ),
+    "as few documents as rows: shared by all": Case(
+        MODELS["gqa"],
+        replace(BASE, hybrid_costs=(1.0, 0.01, 64.0), max_seqlen_per_dp_cp_rank=4), 16, 1, 4, steps=2, isolate=True,
     ),
     "whole rows, a step without tokens": Case(
         GPT, replace(BASE, dp=2, max_seqlen_per_dp_cp_rank=8, zero=0), 16, 1, 4, steps=2, masked_steps=(1,)

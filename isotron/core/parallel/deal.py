@@ -4,6 +4,7 @@ A short document is one rank's; a long one is shared by 2, 4, 8 .. neighbouring 
 `most` slots each, or as many as it takes not to keep others waiting. Groups of one size are laid side by side from the
 first rank on, so a group lies inside one of the next size; every rank works from the largest group it is in to the
 smallest, and therefore no two ranks wait for each other. Short documents are packed into rows of up to `most` slots.
+Where that hardly saves work, rows stay as they are and are shared by all ranks, as without all this.
 
 Source of the idea: dynamic context parallelism of Megatron-LM; the packing is longest-processing-time-first (Graham
 1969).
@@ -17,14 +18,21 @@ from typing import Any
 
 from isotron.core.errors import refuse
 from isotron.core.parallel.split import model_costs
+from isotron.core.rows import zigzag
+
+GAIN = 1.05  # by which the busiest rank's work must fall, or rows stay as they are
+MICROBATCH_TOKENS = 64  # as many tokens' work is what a microbatch costs by itself: launches, messages
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Work of a token, and of a query that meets a key, in any unit."""
+    """Work of a token, of a query that meets a key, and of a microbatch by itself, in any unit; without the last one
+    documents are dealt anew in any case.
+    """
 
     token: float
     pair: float
+    microbatch: float = 0.0
 
     def of(self, length: int) -> float:
         """Work of a document of `length` tokens."""
@@ -58,7 +66,8 @@ def document_costs(config: Any) -> Costs:
     costs, layers = model_costs(config), config.num_layers
     pair = 2.0 * config.num_attention_heads * config.head_size * layers
     scores = pair / 2 * max(config.max_position_embeddings, 0)  # what model_costs has for attention
-    return Costs(sum(costs.blocks) - scores + costs.last, pair)
+    token = sum(costs.blocks) - scores + costs.last
+    return Costs(token, pair, MICROBATCH_TOKENS * token)
 
 
 def largest_group(ranks: int) -> int:
@@ -73,6 +82,20 @@ def sizes_of(ranks: int) -> tuple[int, ...]:
 
 def deal(pieces: Sequence[Piece], ranks: int, most: int, costs: Costs) -> list[Share]:
     """The microbatches of a step over all ranks, larger groups first; every rank has at least one."""
+    anew, rows = _dealt_anew(pieces, ranks, most, costs), _rows_shared(pieces, ranks, most) if costs.microbatch else []
+    return rows if rows and max(loads(rows, ranks, costs)) <= GAIN * max(loads(anew, ranks, costs)) else anew
+
+
+def _rows_shared(pieces: Sequence[Piece], ranks: int, most: int) -> list[Share]:
+    """Every row shared by all ranks; nothing where these are no group or cannot hold a row."""
+    rows: dict[int, list[Piece]] = {}
+    for piece in pieces:
+        rows.setdefault(piece.row, []).append(piece)
+    fit = largest_group(ranks) == ranks and all(sum(p.length for p in row) <= most * ranks for row in rows.values())
+    return [Share(0, ranks, tuple(row)) for row in rows.values()] if fit else []
+
+
+def _dealt_anew(pieces: Sequence[Piece], ranks: int, most: int, costs: Costs) -> list[Share]:
     fair = sum(costs.of(p.length) for p in pieces) / ranks
     order = sorted(pieces, key=lambda p: (-p.length, p.row, p.start))
     of_size: dict[int, list[Piece]] = {size: [] for size in sizes_of(ranks)}
@@ -125,6 +148,20 @@ def loads(shares: Sequence[Share], ranks: int, costs: Costs) -> list[float]:
     """Work of every rank."""
     found = [0.0] * ranks
     for share in shares:
-        for rank in range(share.first, share.first + share.size):
-            found[rank] += sum(costs.of(p.length) for p in share.pieces) / share.size
+        for i in range(share.size):
+            found[share.first + i] += costs.microbatch + _part(share, i, costs)
     return found
+
+
+def _part(share: Share, i: int, costs: Costs) -> float:
+    """Work of member `i` of a group: one document is cut so that all have the same, several in a row are not."""
+    if share.size == 1 or len(share.pieces) <= 1:
+        return sum(costs.of(p.length) for p in share.pieces) / share.size
+    total = sum(p.length for p in share.pieces)
+    runs, start, pairs = zigzag(i, share.size, -(-total // (2 * share.size)) * 2 * share.size), 0, 0.0
+    for piece in share.pieces:
+        for run in runs:
+            low, high = max(run.row, start) - start, min(run.row + run.length, start + piece.length) - start
+            pairs += max(0, high - low) * (low + high + 1) / 2
+        start += piece.length
+    return costs.token * total / share.size + costs.pair * pairs
