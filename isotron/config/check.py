@@ -44,7 +44,7 @@ def broken(config: RunConfig, facts: Facts, skip: Collection[str] = ()) -> list[
             problems.append(rule.problem(config, facts))
             bad.update(rule.leaves)
     # what is wrong by itself is replaced, so that the rest can still be looked at
-    legal = {leaf: catalogue()[leaf].default for leaf in bad if value(config, leaf) is not None}
+    legal = {leaf: catalogue()[leaf].default for leaf in bad if leaf in catalogue() and value(config, leaf) is not None}
     config = changed(config, **legal)
     config = finish(config, facts.world_size, facts.device_count, facts.tokenizer_vocab)
     for rule in RULES[len(FIRST) :]:

@@ -40,6 +40,9 @@ class Difference:
 def our_activations(path: str, tokens_BS: Tensor, dtype: torch.dtype) -> Activations:
     """What our model of a directory computes on one process, by name of the place."""
     opened = open_model(local_path(path))
+    if hasattr(opened.model, "encoder_num_layers"):
+        case = f"family {opened.model.family} reads two streams of tokens, and compare has one"
+        raise refuse(f"compare {path}", case, "a model with a decoder alone")
     _check_tokens(path, tokens_BS, opened.model)
     model = ParallelModel(opened.model, Layout(dp=1), Mesh(), dtype, torch.device("cpu"), 0)
     load_weights(model, opened.source)

@@ -6,11 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 
+from isotron.cli import main
 from isotron.core.batch import Batch
+from isotron.core.errors import Refused
 from isotron.core.layout import whole
+from isotron.core.mesh import Mesh
+from isotron.core.models.t5_config import T5Config
 from isotron.core.nn.relative import bucket
+from isotron.core.parallel.model import ParallelModel
 from isotron.core.parallel.plan import Layout
 from isotron.hub.live import from_hf, to_hf
 from isotron.hub.reader import HFSource
@@ -101,3 +107,40 @@ def test_buckets_are_the_other_librarys(buckets: int, farthest: int) -> None:
     for causal in (False, True):
         theirs = T5Attention._relative_position_bucket(apart, not causal, buckets, farthest)
         assert torch.equal(bucket(apart, buckets, farthest, causal), theirs)
+
+
+def test_commands_convert_it_and_say_what_they_do_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    twin_of("v1.1").save_pretrained(tmp_path / "theirs")
+    ours, back = tmp_path / "ours", tmp_path / "back"
+    assert main(["convert", str(tmp_path / "theirs"), str(ours), "--to", "isotron"]) == 0
+    assert main(["convert", str(ours), str(back), "--to", "hf"]) == 0
+    files = [safetensors.torch.load_file(d / "model.safetensors") for d in (tmp_path / "theirs", back)]
+    assert files[0].keys() == files[1].keys() and all(torch.equal(t, files[1][name]) for name, t in files[0].items())
+    assert main(["inspect", str(ours)]) == 0
+    capsys.readouterr()
+    for words in (
+        ["train", "--load", str(ours), "--mock-data"],
+        ["generate", "--load", str(tmp_path / "theirs"), "--prompt", "x"],
+    ):
+        assert main(words) == 2 and "commands train and run decoders alone" in capsys.readouterr().err
+    assert main(["compare", str(ours), str(back)]) == 2 and "two streams of tokens" in capsys.readouterr().err
+    assert main(["convert", str(ours), str(tmp_path / "m"), "--to", "megatron"]) == 2
+    assert main(["train", "--family", "t5", "--mock-data"]) == 2 and "--family t5" in capsys.readouterr().err
+
+
+def test_layouts_that_are_not_for_two_streams_are_refused() -> None:
+    layout = Layout(cp=2, ep=2, attention_backend="flash", cpu_offloading=True, distribute_saved_activations=True,
+                    fp32_residual_connection=True)  # fmt: skip
+    with pytest.raises(Refused) as refused:
+        ParallelModel(T5Config(vocab_size=V), layout, Mesh(), torch.float32, torch.device("cpu"), 1)
+    assert len(refused.value.problems) == 6 and "--cp 2 with family t5" in str(refused.value)
+    T5Config(vocab_size=V).check_layout(Layout(tp=2, pp=2, dp=2, zero=3, recompute="full"))
+
+
+def test_what_begins_smaller_does_so_in_every_layout() -> None:
+    """Queries begin 1/sqrt(head size) smaller than keys and values: scores are not scaled."""
+    model = ParallelModel(T5Config(1, 1, 64, 4, 16, 96, V), Layout(dp=1), Mesh(), torch.float32, torch.device("cpu"), 1)
+    weights = {name: pieces for name, _, pieces in model.weight_pieces()}
+    ((_, qkv),) = weights["layers.0.attention.qkv.weight"]
+    assert float(qkv[:64].std() * 4 / qkv[64:].std()) == pytest.approx(1, rel=0.05)
+    assert float(qkv[64:].std()) == pytest.approx(64**-0.5, rel=0.05)

@@ -17,7 +17,7 @@ from tests.t5_matrix import AXES, case_of, legal
 Ranks = Callable[..., list[Any]]
 PAIRS = covering(AXES, legal)
 REST = [choice for choice in product_of(AXES, legal) if choice not in PAIRS]
-PLAIN: Choice = {"layout": "PP2", "model": "t5", "microbatch": 1, "zero": 1, "recompute": "none"}
+PLAIN: Choice = {"layout": "PP4", "model": "t5", "microbatch": 1, "zero": 1, "recompute": "none"}
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -52,7 +52,7 @@ def test_every_schedule(ranks: Ranks, schedule: str, pp: int) -> None:
     """The biases and the embedding live on several stages, some of them on one rank."""
     case = case_of(PLAIN)
     chunks = 1 if SCHEDULES[schedule].per_rank == "one" else 2
-    vpp = chunks if SCHEDULES[schedule].per_rank == "any" else 1
+    vpp = chunks if SCHEDULES[schedule].per_rank == "several" else 1
     layout = replace(case.layout, pp=pp, schedule=schedule, vpp=vpp, layers_per_stage=split_of(pp * chunks))
     case = replace(case, layout=layout, batch_multiples=(1, 2), global_batch=4)
     equals_one_process(ranks, case, f"{schedule} on {pp}")

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from isotron.core.errors import Problem, Refused
 from isotron.core.layout import Part, Rule, Split, Table
 from isotron.core.options import option
 
@@ -79,6 +81,25 @@ class T5Config:
     def output_factor(self) -> float:
         """Of what the output layer takes."""
         return float(self.hidden_size**-0.5) if self.tie_embeddings else 1.0
+
+    def check_layout(self, layout: Any) -> None:
+        """Refuse what is built for decoders alone, all of it at once."""
+        asked = {
+            f"--cp {layout.cp}": ("the encoder's rows are not dealt to ranks", "--cp 1", layout.cp > 1),
+            f"--ep {layout.ep}": ("it has no experts", "--ep 1", layout.ep > 1),
+            f"--attention-backend {layout.attention_backend}": (
+                "its scores have a bias that is trained, so probabilities are formed", "--attention-backend auto",
+                layout.attention_backend in ("flash", "fused"),
+            ),
+            **{
+                f"--{leaf}".replace("_", "-"): ("it is not built for two streams", f"--no-{leaf}".replace("_", "-"), on)
+                for leaf in ("cpu_offloading", "distribute_saved_activations", "fp32_residual_connection")
+                if (on := getattr(layout, leaf))
+            },
+        }  # fmt: skip
+        found = [Problem(f"{given} with family t5", case, fix) for given, (case, fix, on) in asked.items() if on]
+        if found:
+            raise Refused(found)
 
     def holders(self, split: Sequence[range]) -> dict[str, tuple[int, ...]]:
         """Stages that hold what several hold: both embeddings and a tied output layer, and the biases."""

@@ -50,6 +50,8 @@ class ParallelModel:
         if layout.vpp > 1 and layout.pp == 1:
             asked = f"--vpp {layout.vpp} --pp 1"
             raise refuse(asked, "chunks are dealt to pipeline ranks, and there is one", "--vpp 1, or --pp 2 or more")
+        if hasattr(config, "check_layout"):
+            config.check_layout(layout)
         self.config, self.layout, self.mesh = config, costed(config, layout), mesh
         self.dtype, self.device = dtype, device
         layers = split_layers(config.num_layers, layout, model_costs(config))
