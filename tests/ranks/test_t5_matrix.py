@@ -16,6 +16,9 @@ from tests.t5_matrix import AXES, case_of, legal
 
 Ranks = Callable[..., list[Any]]
 PAIRS = covering(AXES, legal)
+# in every run: each layout once, and each setting of ZeRO in one of them
+QUICK = list({(c["layout"], c["zero"] * c["layout"].endswith("zbv")): c for c in PAIRS}.values())
+SLOW = [choice for choice in PAIRS if choice not in QUICK]
 REST = [choice for choice in product_of(AXES, legal) if choice not in PAIRS]
 PLAIN: Choice = {"layout": "PP4", "model": "t5", "microbatch": 1, "zero": 1, "recompute": "none"}
 
@@ -34,7 +37,13 @@ def test_every_pair_of_features_is_covered() -> None:
     assert uncovered(PAIRS, AXES, legal) == set()
 
 
-@pytest.mark.parametrize("choice", sorted(PAIRS, key=world_of), ids=name_of)
+@pytest.mark.parametrize("choice", sorted(QUICK, key=world_of), ids=name_of)
+def test_every_layout(ranks: Ranks, choice: Choice) -> None:
+    equals_one_process(ranks, case_of(choice), name_of(choice))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("choice", sorted(SLOW, key=world_of), ids=name_of)
 def test_pairs(ranks: Ranks, choice: Choice) -> None:
     equals_one_process(ranks, case_of(choice), name_of(choice))
 
