@@ -115,11 +115,13 @@ def _attention(job: Job, z: Sizes, again: bool) -> list[Kept]:
     qkv = Kept("q, k, v", (z.h + 2 * z.k) * z.n, e)
     turned = Kept("rotated q, k", (z.h + z.k) * z.n, e)
     norms = [Kept("q, k norm statistics", 2 if z.over_heads else z.h + z.k, wide)] if z.qk_norm else []
-    tiled = getattr(job.config, "attn_logit_softcapping", 0.0) > 0  # tiles keep no probabilities
+    given = getattr(job.config, "softmax_type", "vanilla") != "vanilla"
+    sinks = [Kept("sinks", z.h / job.tokens, e)] if given else []
+    tiled = given or getattr(job.config, "attn_logit_softcapping", 0.0) > 0  # tiles keep no probabilities
     explicit = job.config.dropout[1] > 0 and not tiled
     if not explicit or again:
         fused = [] if explicit else [Kept("log-sum-exp", z.h, wide)]
-        return [qkv, *norms, *([turned] if z.rotary or z.qk_norm else []), *fused, out]
+        return [qkv, *norms, *([turned] if z.rotary or z.qk_norm else []), *sinks, *fused, out]
     keys = job.seq
     return [
         *([qkv, *norms] if z.qk_norm else []),

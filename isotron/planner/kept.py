@@ -65,9 +65,9 @@ def routed(config: MoEConfig, hidden: int, tp: int, seq: int, element: int, wide
     k, e, act = config.moe_router_topk, element, ("moe_act", "mlp")
     width, shared = config.expert_width / tp, config.shared_width / tp
     found = [
-        Kept("router scores", config.num_experts * (1 + 1 / seq), wide),
+        Kept("router scores", _scores(config, seq), wide),
         Kept("chosen experts and order of tokens", 2 * k, IDS),
-        Kept("weights of experts", 2 * k + 2, wide),
+        Kept("weights of experts", _weights(config), wide),
         Kept("tokens by expert", k * hidden, e),
         Kept("experts up", 2 * k * width, e),
         Kept("experts activation", k * width, e, act),
@@ -75,3 +75,22 @@ def routed(config: MoEConfig, hidden: int, tp: int, seq: int, element: int, wide
         Kept("shared expert activation", shared, e, act),
     ]
     return [replace(t, parts=t.parts or ("mlp",)) for t in found]
+
+
+def _again(config: MoEConfig) -> bool:
+    """Whether the weights of the chosen experts come from their logits, not from the scores of all."""
+    softmax = config.moe_router_score_function == "softmax"
+    return config.moe_router_load_balancing_type == "sinkhorn" or (softmax and config.moe_norm_topk_prob)
+
+
+def _scores(config: MoEConfig, seq: int) -> float:
+    """Scores of all experts, the logits beside them, and for a balance loss how often each was visited by a row."""
+    balanced = any(name.startswith("balance") for name in config.aux_terms)
+    return config.num_experts * (1 + _again(config) + balanced / seq)
+
+
+def _weights(config: MoEConfig) -> int:
+    """Weights that the experts are given, what made them sum to 1, and the sum that makes shares of sigmoids."""
+    k, sigmoid = config.moe_router_topk, config.moe_router_score_function == "sigmoid"
+    divided = sigmoid and not _again(config) and config.moe_norm_topk_prob and k > 1
+    return k + k * _again(config) + (k + 1) * divided + sigmoid

@@ -22,7 +22,7 @@ from isotron.core.parallel.ties import Holders, holders
 
 # the modules of a stage in the order in which they are registered: buckets are cut in that order
 _FIRST, _LAST = ("embed", "positions"), ("norm", "head")
-_ATTENTION = ("attention.qkv", "attention.out", "attention.q_norm", "attention.k_norm")
+_ATTENTION = ("attention.sinks", "attention.qkv", "attention.out", "attention.q_norm", "attention.k_norm")
 _LATENT = (
     *("attention.q_down", "attention.q_norm", "attention.q_up", "attention.kv_down", "attention.kv_norm"),
     *("attention.kv_up", "attention.out"),
@@ -121,8 +121,7 @@ def stage_names(table: Table, layers: range, first: bool, last: bool) -> Iterato
     if last:
         modules += _predictions(table, block)
     for module in modules:
-        for leaf in ("weight", "bias"):
-            name = f"{module}.{leaf}"
+        for name in (module, f"{module}.weight", f"{module}.bias"):  # the first of a parameter without a module
             if name in aliases or any(_matches(name, rule.pattern) for rule in table.rules):
                 yield name
 

@@ -19,12 +19,12 @@ from isotron.core.parallel.plan import Layout
 from isotron.planner.activations import stage_bytes
 from isotron.planner.job import Job
 
-TINY = [name for name in PRESETS if name.endswith("-tiny")]
+TINY = [*(name for name in PRESETS if name.endswith("-tiny")), "tiny-moe"]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 B, S, V = 2, 64, 512
 
 
-def job_of(name: str, layout: Layout, dtype: str, dropout: float) -> Job:
+def job_of(name: str, layout: Layout, dtype: str, dropout: float, **model: Any) -> Job:
     config = replace(
         PRESETS[name],
         vocab_size=V,
@@ -32,6 +32,7 @@ def job_of(name: str, layout: Layout, dtype: str, dropout: float) -> Job:
         num_layers=4,
         hidden_dropout=dropout,
         attention_dropout=dropout,
+        **model,
     )
     return Job(config, layout, S, B, B, dtype)
 
@@ -84,6 +85,21 @@ def check(job: Job, found: list[tuple[int, float]]) -> None:
 def test_one_process(name: str, recompute: str, dropout: float) -> None:
     dtype = "float32" if dropout == 0.0 and name == "llama-tiny" else "bfloat16"
     job = job_of(name, Layout(dp=1, recompute=recompute, make_vocab_size_divisible_by=1), dtype, dropout)
+    check(job, saved(job))
+
+
+@pytest.mark.parametrize(
+    ("name", "model"),
+    [
+        ("llama-tiny", {"softmax_type": "off-by-one"}),
+        ("llama-tiny", {"softmax_type": "learnable"}),
+        ("tiny-moe", {"moe_norm_topk_prob": False}),
+        ("tiny-moe", {"moe_router_load_balancing_type": "sinkhorn"}),
+        ("tiny-moe", {"moe_router_score_function": "sigmoid", "moe_router_topk": 1}),
+    ],
+)
+def test_softmaxes_and_routers(name: str, model: dict[str, Any]) -> None:
+    job = job_of(name, Layout(dp=1, make_vocab_size_divisible_by=1), "bfloat16", 0.0, **model)
     check(job, saved(job))
 
 
