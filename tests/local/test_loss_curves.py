@@ -24,6 +24,8 @@ from isotron.train.step import train_step
 TEXT = Path(__file__).resolve().parents[2] / "assets" / "text" / "train.jsonl"
 MODEL = LlamaConfig(2, 128, 4, 2, ffn_hidden_size=256, vocab_size=256)
 SEQUENCE, ROWS, STEPS = 64, 8, 200
+SEEDS = (1, 2, 3, 4)
+ANYWHERE, AT_THE_END = 0.02, 0.01
 
 
 @lru_cache(maxsize=1)
@@ -49,45 +51,46 @@ def batches(step: int) -> list[Batch]:
 
 
 @cache
-def curve(dtype: str = "float32", sums: str = "auto", **optim: Any) -> torch.Tensor:
-    """The loss of every step."""
+def curve(seed: int, dtype: str = "float32", sums: str = "auto", **optim: Any) -> torch.Tensor:
+    """The loss of every step, from the weights of a seed."""
     cfg = OptimConfig(**{"adam_beta2": 0.999, "loss_scale_window": 50, "initial_loss_scale": 2.0**12, **optim})
     layout = Layout(dp=1, make_vocab_size_divisible_by=1, main_grads_dtype=sums)
-    model = ParallelModel(MODEL, layout, Mesh(), getattr(torch, dtype), torch.device("cpu"), 1)
+    model = ParallelModel(MODEL, layout, Mesh(), getattr(torch, dtype), torch.device("cpu"), seed)
     optimizer, scaler = make_optimizer(model, cfg), LossScaler.for_run(dtype, cfg)
     schedule = ScheduleConfig(lr=2e-3, lr_warmup_iters=20, lr_decay_iters=STEPS)
     losses = [train_step(model, optimizer, scaler, schedule, batches(step)).loss for step in range(STEPS)]
     return torch.tensor(losses, dtype=torch.float64)
 
 
-def distance(found: torch.Tensor) -> tuple[float, float]:
-    """From float32: the largest difference of means over 20 steps, and the difference over the last 50."""
-    change = found - curve()
+def distance(**given: Any) -> tuple[float, float]:
+    """From float32: the largest difference of means over 20 steps, and the difference over the last 50; of the mean
+    over all seeds. One run tells little: where the loss falls fastest, any rounding moves it by 0.03 to either side.
+    """
+    change = torch.stack([curve(seed, **given) - curve(seed) for seed in SEEDS]).mean(0)
     return float(change.unfold(0, 20, 20).mean(1).abs().max()), float(change[-50:].mean().abs())
 
 
 NARROW = {"exp_avg_dtype": "int8", "exp_avg_sq_dtype": "int8"}
-CURVES: dict[str, tuple[dict[str, Any], float, float]] = {
-    "bfloat16": ({"dtype": "bfloat16"}, 0.03, 0.02),
-    "float16": ({"dtype": "float16"}, 0.03, 0.02),
-    "bfloat16, masters in two halves": ({"dtype": "bfloat16", "master_remainders": True}, 0.03, 0.02),
-    "moments in bfloat16": ({"exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfloat16"}, 0.02, 0.01),
-    "moments in int8": (NARROW, 0.03, 0.02),
-    "bfloat16, gradients in bfloat16": ({"dtype": "bfloat16", "sums": "bfloat16"}, 0.03, 0.02),
-    "bfloat16, moments in int8": ({"dtype": "bfloat16", **NARROW}, 0.05, 0.03),
+CURVES: dict[str, dict[str, Any]] = {
+    "bfloat16": {"dtype": "bfloat16"},
+    "float16": {"dtype": "float16"},
+    "bfloat16, masters in two halves": {"dtype": "bfloat16", "master_remainders": True},
+    "moments in bfloat16": {"exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfloat16"},
+    "moments in int8": NARROW,
+    "bfloat16, gradients in bfloat16": {"dtype": "bfloat16", "sums": "bfloat16"},
+    "bfloat16, moments in int8": {"dtype": "bfloat16", **NARROW},
 }
 
 
 @pytest.mark.slow
 def test_float32_learns() -> None:
-    losses = curve()
+    losses = curve(1)
     assert losses[0] > 5.4 and losses[-50:].mean() < 2.9
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CURVES)
 def test_curves_stay_near_float32(name: str) -> None:
-    given, anywhere, at_the_end = CURVES[name]
-    far, end = distance(curve(**given))
-    print(f"{name}: at most {far:.4f}, at the end {end:.4f}, of {float(curve()[-50:].mean()):.4f}")
-    assert far < anywhere and end < at_the_end
+    far, end = distance(**CURVES[name])
+    print(f"{name}: at most {far:.4f}, at the end {end:.4f}, of {float(curve(1)[-50:].mean()):.4f}")
+    assert far < ANYWHERE and end < AT_THE_END
