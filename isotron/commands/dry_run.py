@@ -13,6 +13,7 @@ from isotron.config.check import check, finish
 from isotron.config.load import read
 from isotron.config.schema import RunConfig, changed
 from isotron.core.errors import Refused, refuse
+from isotron.core.optim.groups import Override, parse
 
 OPTIONS = {
     "dry_run": Option(
@@ -52,6 +53,7 @@ def run(words: Sequence[str], own: Mapping[str, Option]) -> int:
     if not -1 <= rank < config.layout.world:
         case = f"the layout has ranks 0 to {config.layout.world - 1}"
         raise refuse(f"--dry-run-rank {rank}", case, f"--dry-run-rank {config.layout.world - 1}")
+    check_optimizer(config)
     from isotron.train.dryrun.rank import dry
     from isotron.train.dryrun.report import facts, lines
 
@@ -61,6 +63,21 @@ def run(words: Sequence[str], own: Mapping[str, Option]) -> int:
     found = facts(config, detailed, [] if rank >= 0 else [detailed, *others])
     print(json.dumps(found, indent=1) if flags.get("json") else "\n".join(lines(found)))
     return 0
+
+
+def check_optimizer(config: RunConfig) -> None:
+    """Refuse rules that share out matrices with the ranks of a stage: these tell each other what they hold, and here is
+    only one of them.
+    """
+    given = [o.says for o in map(parse, config.optim.param_groups) if isinstance(o, Override)]
+    rules = {config.optim.optimizer, *(str(says["optimizer"]) for says in given if "optimizer" in says)}
+    found = rules & {"muon", "adafactor"}
+    if found and config.layout.world > config.layout.pp:
+        rule = min(found)
+        case = (
+            "it deals whole matrices to the ranks of a stage, which say what they hold, and a dry run has one of them"
+        )
+        raise refuse(f"--dry-run --optimizer {rule}", case, "--optimizer adamw, or one process of each stage (--tp 1)")
 
 
 def settled(config: RunConfig, world: int) -> RunConfig:

@@ -177,3 +177,11 @@ def test_a_rank_that_does_not_exist(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["train", "--dry-run", "--config", str(ROOT / "configs/tiny.toml"), "--dry-run-rank", "1"]
     assert cli.main(words) == 2
     assert "the layout has ranks 0 to 0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["--optimizer", "muon"], ["--param-groups", "layers.*:optimizer=adafactor"]])
+def test_rules_that_ask_other_ranks(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    base = ["train", "--dry-run", "--config", str(ROOT / "configs/tiny.toml"), *words]
+    assert cli.main([*base, "--tp", "2"]) == 2
+    assert "a dry run has one of them" in capsys.readouterr().err
+    assert cli.main([*base, "--pp", "2", "--global-batch-size", "4"]) == 0
