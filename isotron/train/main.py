@@ -135,7 +135,9 @@ def _prepare(
     guard = FiniteGuard(state.skipped, state.nan)
     saved = state.step if loaded is not None and loaded.resolve().parent == saves.resolve() else -1
     expected = first_loss(state, loaded)
-    next_loss = NextLoss(world.rank == 0, expected, config.train.dtype)
+    next_loss = NextLoss(
+        {"far": world.rank == 0, "near": near is not None and near.leads}, expected, config.train.dtype
+    )
     saver = background(config, apart, stack)
     where = Saves(state, saves, files, metrics, watchdog, saver, saved, next_loss, near=near)
     judge = Judge(config.faults, state.recent, where.wait_staged, lambda: state.scaler.can_fall)

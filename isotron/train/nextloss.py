@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,35 +33,44 @@ class Facts:
 
 
 class NextLoss:
-    """`expected`: of the first step of this run, from the checkpoint that it resumed from; None to compare nothing."""
+    """The comparison of one run, and the files that it leaves for the next one.
 
-    def __init__(self, writes: bool, expected: Facts | None = None, dtype: str = "float32") -> None:
-        self._writes, self._expected, self._dtype = writes, expected, dtype
-        self._paths: dict[int, Path] = {}
-        self._facts: dict[int, Facts] = {}
+    `writes`: whether this rank writes the file of a checkpoint, by where checkpoints go ("far": the run's directory,
+    "near": a node's own). `expected`: of the first step of this run, from the checkpoint that it resumed from; None to
+    compare nothing.
+    """
 
-    def saved(self, step: int, path: Path) -> None:
-        """The checkpoint of a step is complete."""
-        self._paths = {step: path}
-        self._write(step)
+    def __init__(
+        self, writes: Mapping[str, bool] | None = None, expected: Facts | None = None, dtype: str = "float32"
+    ) -> None:
+        self._writes, self._expected, self._dtype = writes or {}, expected, dtype
+        self._paths: dict[str, tuple[int, Path]] = {}
+        self._facts: dict[str, Facts] = {}
 
-    def after(self, facts: Facts, follows_save: bool) -> None:
-        """A step has been taken; `follows_save`: the one before it was saved, or is being saved.
+    def saved(self, step: int, path: Path, where: str) -> None:
+        """The checkpoint of a step is complete. Raises OSError where the file cannot be written."""
+        self._paths[where] = (step, path)
+        self._write(where)
 
-        Refuses to go on where the first loss after a resume is not what it must be.
+    def after(self, facts: Facts, follows: Iterable[str]) -> None:
+        """A step has been taken; `follows`: where the one before it was saved, or is being saved.
+
+        Refuses to go on where the first loss after a resume is not what it must be. Raises OSError as `saved`.
         """
         expected, self._expected = self._expected, None
         if expected is not None and (expected.step, expected.consumed_samples) == (facts.step, facts.consumed_samples):
             _compare(expected.loss, facts.loss, facts.step, self._dtype)
-        if follows_save and math.isfinite(facts.loss):
-            self._facts = {facts.step - 1: facts}
-            self._write(facts.step - 1)
+        for where in follows if math.isfinite(facts.loss) else ():
+            self._facts[where] = facts
+            self._write(where)
 
-    def _write(self, step: int) -> None:
-        if self._writes and step in self._paths and step in self._facts:
-            new = self._paths[step] / f"{FILE}.tmp"
-            new.write_text(json.dumps(self._facts[step].__dict__), encoding="utf-8")
-            os.replace(new, self._paths[step] / FILE)
+    def _write(self, where: str) -> None:
+        step, path = self._paths.get(where, (-1, Path()))
+        facts = self._facts.get(where)
+        if self._writes.get(where) and facts is not None and facts.step - 1 == step:
+            new = path / f"{FILE}.tmp"
+            new.write_text(json.dumps(facts.__dict__), encoding="utf-8")
+            os.replace(new, path / FILE)
 
 
 def _compare(expected: float, found: float, step: int, dtype: str) -> None:

@@ -17,6 +17,7 @@ from isotron.core.errors import refuse
 from isotron.hub.foreign import is_foreign
 from isotron.launch import World
 from isotron.train.begin import begin, is_weights_only
+from isotron.train.nextloss import FILE as NEXT_LOSS
 from isotron.train.nextloss import Facts, read_expected
 from isotron.train.state import TrainState, load_near, load_state
 
@@ -109,8 +110,11 @@ def _load_newer(state: TrainState, source: NearSource, scratch: Path, say: Calla
         file = place / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(source.file(name))
+    next_loss = state.ranks.gather_json(source.beside(NEXT_LOSS))
     if first:
         (place / MANIFEST).write_bytes(source.manifest.dumps())
+        for text in [found for found in next_loss or () if found is not None][:1]:
+            (place / NEXT_LOSS).write_text(text, encoding="utf-8")
     source.close()
     return place
 

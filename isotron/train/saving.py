@@ -28,7 +28,8 @@ class Saves:
 
     `files`: further files of every checkpoint. `saver`: saves in the background, None for saves that are waited for.
     `step`: the step whose checkpoint is there or being written, -1 for none; the same on all ranks.
-    `before_write(step)` is called when a save begins. `near`: the nodes' own directories, None for a run without them.
+    `before_write(step)` is called when a save begins. `near`: the nodes' own directories, None for a run without them;
+    `near_step`: as `step`, of those.
     """
 
     state: TrainState
@@ -38,9 +39,10 @@ class Saves:
     watchdog: Watchdog
     saver: BackgroundSaver | None = None
     step: int = -1
-    next_loss: NextLoss = field(default_factory=lambda: NextLoss(False))
+    next_loss: NextLoss = field(default_factory=NextLoss)
     before_write: Callable[[int], None] = lambda step: None
     near: Near | None = None
+    near_step: int = -1
     _near_under_way: bool = False
     _copying: Future[str] | None = None
 
@@ -68,11 +70,11 @@ class Saves:
         with self._tolerated():
             self.settle()
         with self._forgiven():
-            self._near_under_way = self.saver is not None
+            self._near_under_way, self.near_step = self.saver is not None, self.state.step
             with self.watchdog.phase("save"):
                 path = save_near(self.state, self.near, self.files, self.saver)
             if path is not None:
-                self.metrics.event("saved_locally", step=self.state.step, path=str(path))
+                self._say_saved_near(self.near_step, path)
 
     def save_last(self) -> None:
         """See that a checkpoint of this step is on the disk; the save that a run ends with must succeed."""
@@ -105,7 +107,9 @@ class Saves:
         if self._near_under_way:
             self._near_under_way = False
             with self._forgiven(), self.watchdog.phase("save"):
-                self.metrics.event("saved_locally", step=step, path=str(self.saver.wait()))
+                path = self.saver.wait()
+                if path is not None:
+                    self._say_saved_near(step, path)
             return
         with self.watchdog.phase("save"):
             path = self.saver.wait()
@@ -128,15 +132,23 @@ class Saves:
 
     def after_step(self, loss: float) -> None:
         """A step has been taken: its loss is what a run that resumes from the step before must find."""
-        state = self.state
-        self.next_loss.after(Facts(state.step, state.consumed_samples, loss), self.step == state.step - 1)
+        state, before = self.state, self.state.step - 1
+        follows = [where for where, step in (("far", self.step), ("near", self.near_step)) if step == before]
+        with self._told():
+            self.next_loss.after(Facts(state.step, state.consumed_samples, loss), follows)
 
     def _say_saved(self, step: int, path: Path | None) -> None:
         if path is not None:
-            self.next_loss.saved(step, path)
+            with self._told():
+                self.next_loss.saved(step, path, "far")
             self._copy_away(path)
         self.metrics.event("saved", step=step, path=str(path))
         self.metrics.say(f"isotron: saved {path}")
+
+    def _say_saved_near(self, step: int, path: Path) -> None:
+        with self._told():
+            self.next_loss.saved(step, path, "near")
+        self.metrics.event("saved_locally", step=step, path=str(path))
 
     def _copy_away(self, path: Path) -> None:
         """Begin to copy the checkpoint to remote storage, on the first rank, one at a time."""
@@ -177,6 +189,15 @@ class Saves:
             case = "; ".join(problem.case for problem in refusal.problems)
             self.metrics.event("local_save_failed", why=case)
             self.metrics.say(f"isotron: a checkpoint in the nodes' own directories could not be written: {case}")
+
+    @contextlib.contextmanager
+    def _told(self) -> Iterator[None]:
+        """A checkpoint without its next loss is complete: nothing will be compared, and that is said."""
+        try:
+            yield
+        except OSError as error:
+            self.metrics.event("next_loss_failed", why=str(error))
+            self.metrics.say(f"isotron: the loss after a checkpoint could not be written beside it: {error}")
 
     def _failed(self, refusal: Refused) -> None:
         self.step = -1

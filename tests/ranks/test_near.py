@@ -7,11 +7,13 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from isotron.core.checkpoint.near import Near
 from isotron.core.checkpoint.near_source import find_near
 from isotron.core.checkpoint.save import Saved
+from isotron.core.errors import Refused
 from isotron.core.layout import Box
 from isotron.core.mesh import Mesh
 from tests.ranks import runs
@@ -38,11 +40,18 @@ def test_a_run_goes_on_from_the_neighbours_copy_bitwise(ranks: Any, tmp_path: Pa
     assert [code for code, _ in ranks(2, on_own_node, cfg, str(home))] == [0, 0]
     names = ("0/node_00000", "1/node_00001")
     assert [sorted(p.name for p in (near / n).iterdir()) for n in names] == [["step_00000016"]] * 2
-    files = ["manifest.json", "rank_00000.safetensors", "rank_00001.safetensors"]
+    files = ["manifest.json", "next.json", "rank_00000.safetensors", "rank_00001.safetensors"]
     assert [sorted(p.name for p in (near / n / "step_00000016").iterdir()) for n in names] == [files] * 2
     expected = runs.tensors(runs.step_dir(home, 20))
     cut_off(home, 18, 20)
     shutil.rmtree(near / "1")
+    kept = near / "0/node_00000/step_00000016/next.json"
+    facts = json.loads(kept.read_text())
+    assert facts["step"] == 17 and facts["loss"] == runs.lines(str(home))[17]
+    kept.write_text(json.dumps({**facts, "loss": facts["loss"] + 1}))
+    with pytest.raises(Refused, match="step 17 gives the loss"):
+        ranks(2, on_own_node, cfg, str(home))
+    kept.write_text(json.dumps(facts))
     (_, heard), (_, _) = ranks(2, on_own_node, cfg, str(home))
     assert "at step 16, 64 samples consumed" in heard and " 0 bytes of it" not in heard
     runs.assert_same(expected, runs.tensors(runs.step_dir(home, 20)))

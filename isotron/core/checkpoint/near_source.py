@@ -117,7 +117,7 @@ class NearSource(Source):
 
     def __init__(self, near: Near, manifest: Manifest, seen: dict[str, Path], copies: Copies) -> None:
         super().__init__(near.home / f"step_{manifest.step:08d}", manifest)
-        self._near, self._copies = near, copies
+        self._near, self._seen, self._copies = near, seen, copies
         self._paths = {
             file: next((seen[node] for node in nodes if node in seen), None) for file, nodes in copies.items()
         }
@@ -132,6 +132,11 @@ class NearSource(Source):
     def files(self) -> list[str]:
         """Names of the further files."""
         return [name.removeprefix(FILES) for name in super().names() if name.startswith(FILES)]
+
+    def beside(self, name: str) -> str | None:
+        """What a file says that lies beside the manifest and is no part of the step; None where this rank sees none."""
+        found = next((p / name for p in self._seen.values() if (p / name).is_file()), None)
+        return None if found is None else found.read_text(encoding="utf-8", errors="replace")
 
     def read(self, name: str, box: Box, out: torch.Tensor) -> None:
         """As `Source.read`; while noting, only what has to be fetched is written down."""
