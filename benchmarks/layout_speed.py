@@ -3,7 +3,7 @@ run.
 
     python benchmarks/layout_speed.py [--dtype float32|bfloat16] [--rounds 3] [--steps 2] [--json]
 
-The model is that of `train_speed.py`. Quoted are ratios of medians of step times.
+The model is that of `train_speed.py`, the heap that of `isotron train`. Quoted are ratios of medians of step times.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import time
 
 import torch
 
+from isotron import heap
 from isotron.core.batch import Batch
 from isotron.core.mesh import Mesh
 from isotron.core.models.llama_config import LlamaConfig
@@ -77,6 +78,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
+    heap.start_again()
     times: dict[str, list[float]] = {name: [] for name in CONTENDERS}
     for _ in range(args.rounds):
         for name, (layout, micro, threads) in CONTENDERS.items():

@@ -278,6 +278,8 @@ def main() -> int:
     parser.add_argument("--home", default=None)
     args = parser.parse_args()
     end, seed, everything = time.monotonic() + 60 * args.minutes, args.seed, Tally()
+    if args.home:
+        Path(args.home).mkdir(parents=True, exist_ok=True)
     while True:
         home = Path(tempfile.mkdtemp(prefix=f"soak-{seed}-", dir=args.home))
         started_at = time.monotonic()
