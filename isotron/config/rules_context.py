@@ -8,6 +8,7 @@ from isotron.config.rules import Facts, Rule, asked, moved
 from isotron.config.schema import RunConfig
 from isotron.core.errors import Problem
 from isotron.core.parallel.deal import largest_group
+from isotron.core.parallel.pipeline.tables import is_file
 
 TYPES = ("p2p", "allgather", "a2a", "a2a+p2p")
 
@@ -76,23 +77,33 @@ def _kernel_of_dropout(c: RunConfig, f: Facts) -> Problem:
 def _against_hybrid(c: RunConfig) -> dict[str, tuple[bool, str]]:
     """What does not go with documents that are dealt anew: leaf -> (whether it is asked for, what would do)."""
     m, layout = c.model, c.layout
+    balance = getattr(m, "moe_router_load_balancing_type", "")
+    together = layout.ep > 1 or layout.expert_tp != layout.tp
     return {
-        "pp": (layout.pp > 1, "--pp 1"),
-        "zero": (layout.zero > 1, "--zero 1"),
+        "schedule": (is_file(layout.schedule), "--schedule auto"),
         "cp": (layout.cp & (layout.cp - 1) != 0, "--cp 1"),
         "cp_comm_type": (any(t not in ("p2p", "allgather") for t in layout.cp_comm_type), "--cp-comm-type p2p"),
-        "hidden_dropout": (m.hidden_dropout > 0, "--hidden-dropout 0.0"),
-        "attention_dropout": (m.attention_dropout > 0, "--attention-dropout 0.0"),
-        "num_experts": (getattr(m, "num_experts", 0) > 0, "--no-hybrid-context-parallel"),
+        "moe_token_dispatcher_type": (
+            together and layout.moe_token_dispatcher_type == "allgather", "--moe-token-dispatcher-type alltoall"
+        ),
+        "moe_router_load_balancing_type": (
+            balance == "sinkhorn" or (balance == "batch" and getattr(m, "moe_aux_loss_coeff", 0) != 0),
+            "--moe-router-load-balancing-type sequence",
+        ),
+        "moe_expert_capacity_factor": (
+            getattr(m, "moe_expert_capacity_factor", 0) > 0, "--moe-expert-capacity-factor 0.0"
+        ),
+        "mtp_num_layers": (getattr(m, "mtp_num_layers", 0) > 0, "--mtp-num-layers 0"),
+        "encoder_num_layers": (getattr(m, "encoder_num_layers", 0) > 0, "--no-hybrid-context-parallel"),
         "rope_scaling": (getattr(m, "rope_scaling", "") in ("dynamic", "longrope"), "--rope-scaling yarn"),
         "trace": (c.log.trace > 0, "--trace 0"),
-    }
+    }  # fmt: skip
 
 
 def _hybrid_beside(c: RunConfig, f: Facts) -> Problem:
     wrong = {leaf: fix for leaf, (here, fix) in _against_hybrid(c).items() if here}
-    case = "documents are dealt anew to groups of 1, 2, 4 .. ranks, which step at their own pace: one pipeline stage, "
-    case += "ZeRO 0 or 1, a ring or a gather, and nothing that depends on a row's number or length"
+    case = "documents are dealt anew to groups of 1, 2, 4 .. ranks, a number of microbatches that no file can know: "
+    case += "a ring or a gather, and nothing that looks at a whole row or at a microbatch as they were"
     return Problem(asked(c, "hybrid_context_parallel", *wrong), case, " ".join(dict.fromkeys(wrong.values())))
 
 
@@ -124,7 +135,8 @@ def _hybrid_unused(c: RunConfig, f: Facts) -> Problem:
 
 
 _HYBRID = (
-    "hybrid_context_parallel pp zero cp cp_comm_type hidden_dropout attention_dropout num_experts rope_scaling trace"
+    "hybrid_context_parallel schedule cp cp_comm_type ep etp moe_token_dispatcher_type moe_router_load_balancing_type "
+    "moe_aux_loss_coeff moe_expert_capacity_factor mtp_num_layers encoder_num_layers rope_scaling trace"
 )
 _HEADS = ("cp", "cp_comm_type", "hierarchical_cp_sizes", "num_attention_heads", "tp")
 CONTEXT_RULES: tuple[Rule, ...] = (

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -30,6 +31,43 @@ class Part:
 
 
 @dataclass(frozen=True)
+class Origin:
+    """Where the tokens of one new row come from, whose documents were rows of their own or parts of such before.
+
+    Of the tokens held here: `samples_BS` in consumption order, `slots_BS` in their own rows, and `rows_BS`, which
+    row of the global batch that is, -1 for tokens that fill up. `samples_S`, `slots_S`: of all tokens of the new row,
+    on the host. `rows` and `length`: of the global batch.
+    """
+
+    samples_BS: torch.Tensor
+    slots_BS: torch.Tensor
+    rows_BS: torch.Tensor
+    samples_S: torch.Tensor
+    slots_S: torch.Tensor
+    rows: int
+    length: int
+
+    def at(self, here: torch.Tensor) -> Origin:
+        """Of the tokens at these places of the new row."""
+        own: dict[str, Any] = {
+            name: getattr(self, name).index_select(1, here) for name in ("samples_BS", "slots_BS", "rows_BS")
+        }
+        return replace(self, **own)
+
+    def to(self, device: torch.device | str) -> Origin:
+        """The same where the tokens are."""
+        own: dict[str, Any] = {
+            name: upload(getattr(self, name), device) for name in ("samples_BS", "slots_BS", "rows_BS")
+        }
+        return replace(self, **own)
+
+
+Places = (
+    torch.Tensor | Origin
+)  # what random numbers of a batch are keyed by: the samples of its rows, or of every token
+
+
+@dataclass(frozen=True)
 class Batch:
     """tokens_BS labels_BS positions_BS doc_ids_BS sample_ids_B, source_BE source_lengths_B: int64.
 
@@ -43,14 +81,16 @@ class Batch:
     sample_ids: torch.Tensor
     doc_ids: torch.Tensor | None = None
     part: Part | None = None
+    origin: Origin | None = None
     source: torch.Tensor | None = None
     source_lengths: torch.Tensor | None = None
 
     def to(self, device: torch.device | str) -> Batch:
         """The same batch on another device."""
         own = {f.name: getattr(self, f.name) for f in fields(self)}
-        moved = {k: upload(v, device) for k, v in own.items() if isinstance(v, torch.Tensor)}
-        there = replace(self, **moved)  # type: ignore[arg-type]
+        moved: dict[str, Any] = {k: upload(v, device) for k, v in own.items() if isinstance(v, torch.Tensor)}
+        moved |= {} if self.origin is None else {"origin": self.origin.to(device)}
+        there = replace(self, **moved)
         if "cuts" in self.__dict__:  # counted once, where the documents were at hand
             there.__dict__["cuts"] = self.cuts
         return there
@@ -61,6 +101,11 @@ class Batch:
         if self.part is not None:
             return self.part.cuts
         return None if self.doc_ids is None else tuple(borders(row) for row in self.doc_ids.tolist())
+
+    @property
+    def places(self) -> Places:
+        """What its random numbers are keyed by."""
+        return self.sample_ids if self.origin is None else self.origin
 
     @property
     def longest(self) -> int:

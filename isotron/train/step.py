@@ -66,5 +66,4 @@ def train_step(
         model.gather_weights()
         move_biases(model, aux)
     scaler.update(overflow)
-    sequences = sum(len(b.tokens) for b in batches) * model.mesh.sizes["dp"]
-    return StepResult(loss, norm, lr, int(tokens), not applied, described(aux, sequences, tokens))
+    return StepResult(loss, norm, lr, int(tokens), not applied, described(aux, model.count_rows(batches), tokens))

@@ -168,11 +168,11 @@ def test_sinkhorn_gives_every_token_and_every_expert_an_equal_share() -> None:
 def test_balance_and_z_losses(kind: str) -> None:
     cfg = config(moe_router_load_balancing_type=kind, moe_aux_loss_coeff=0.1, moe_z_loss_coeff=0.01)
     router, x, ctx = moe(cfg, Router), inputs(), context()
-    router.balance.frequencies_E = torch.tensor([0.5, 0.1, 0.1, 0.1, 0.1, 0.1], dtype=torch.float64)
+    router.balance.frequencies = torch.tensor([0.5, 0.1, 0.1, 0.1, 0.1, 0.1], dtype=torch.float64)
     routing = router(x, ctx)
     logits = x @ router.weight.t()
     share, visits = logits.softmax(-1).mean(1), torch.nn.functional.one_hot(routing.experts_BSK, E).double()
-    f = {"sequence": visits.mean((1, 2)), "batch": visits.mean((0, 1, 2)), "global": router.balance.frequencies_E}
+    f = {"sequence": visits.mean((1, 2)), "batch": visits.mean((0, 1, 2)), "global": router.balance.frequencies}
     value, weight = ctx.terms["balance/layers.0"]  # type: ignore[index]
     assert torch.allclose(value, E * (f[kind] * share).sum()) and weight == pytest.approx(0.1 * 0.5)
     value, weight = ctx.terms["z/layers.0"]  # type: ignore[index]

@@ -42,7 +42,8 @@ BOTH_SIDES: dict[str, tuple[str, str, dict]] = {
     "cp divides heads": ("--cp 8 --cp-comm-type a2a", "--cp 8", {}),
     "levels of cp": ("--cp 4 --cp-comm-type a2a+p2p --hierarchical-cp-sizes 2,3",
                      "--cp 4 --cp-comm-type a2a+p2p --hierarchical-cp-sizes 2,2", {}),
-    "documents dealt anew": ("--hybrid-context-parallel --dp 2 --zero 2", "--hybrid-context-parallel --dp 2", {}),
+    "documents dealt anew": ("--hybrid-context-parallel --dp 2 --rope-scaling dynamic",
+                             "--hybrid-context-parallel --dp 2 --zero 3 --pp 2 --hidden-dropout 0.1", {}),
     "documents fit their groups": ("--hybrid-context-parallel --dp 2 --max-seqlen-per-dp-cp-rank 10",
                                    "--hybrid-context-parallel --dp 2 --max-seqlen-per-dp-cp-rank 512", {}),
     "costs of documents": ("--max-seqlen-per-dp-cp-rank 1024",
@@ -166,6 +167,24 @@ BOTH_SIDES: dict[str, tuple[str, str, dict]] = {
     "fine-tuning needs weights": ("--finetune", "--finetune --load a", {}),
     "fine-tuning goes elsewhere": ("--finetune --load a --save a", "--finetune --load a --save b", {}),
     "W&B project": ("--wandb-exp-name a", "--wandb-exp-name a --wandb-project b", {}),
+    "an encoder has something to read": ("--family t5 --seq-length 2", "--family t5 --seq-length 3", {}),
+    "the decoder's rows hold what is masked": ("--family t5 --seq-length 512 --decoder-seq-length 113",
+                                               "--family t5 --seq-length 512 --decoder-seq-length 114", {}),
+    "tp divides the decoder's rows": ("--family t5 --tp 4 --sequence-parallel --decoder-seq-length 1022",
+                                      "--family t5 --tp 4 --sequence-parallel", {}),
+    "masked spans have an encoder": ("--mask-prob 0.3 --mean-span-length 2", "--family t5 --mask-prob 0.3", {}),
+    "pairs are no rows of documents": ("--family t5 --fim-rate 0.5 --fim-token-ids 1,2,3 --fim-cut tokens",
+                                       "--family t5", {}),
+    "tasks of decoders": ("--family t5 --eval-tasks lambada=x", "--eval-tasks lambada=x", {}),
+    "cp with two streams": ("--family t5 --cp 2", "--cp 2", {}),
+    "attention_backend with two streams": ("--family t5 --hidden-dropout 0 --attention-dropout 0 --attention-backend "
+                                           "flash", "--family t5 --attention-backend unfused", {}),
+    "cpu_offloading with two streams": ("--family t5 --cpu-offloading", "--cpu-offloading", {}),
+    "distribute_saved_activations with two streams": (
+        "--family t5 --tp 2 --recompute full --distribute-saved-activations",
+        "--tp 2 --recompute full --distribute-saved-activations", {}),
+    "fp32_residual_connection with two streams": (
+        "--family t5 --fp32-residual-connection --dtype bfloat16", "--fp32-residual-connection --dtype bfloat16", {}),
 }  # fmt: skip
 # rules whose fix is something to do outside of this command, or that the test's world does not have
 OUTSIDE = ("data files", "tokenizer files")
@@ -206,7 +225,7 @@ def test_both_sides(name):
 def flags_in(text):
     """Options with their values at the start of a fix, up to the first comma or other word."""
     first = re.split(r", | or ", text)[0]
-    found = re.findall(r"--[a-z-]+(?: (?!--)[^ ]+)?", first)
+    found = re.findall(r"--[a-z0-9-]+(?: (?!--)[^ ]+)?", first)
     assert found and first.startswith("--"), f"the fix begins with no option: {text}"
     return " ".join(found)
 
@@ -216,7 +235,7 @@ def test_every_message_names_options_and_a_value_that_works(name):
     bad, _, extra = BOTH_SIDES[name]
     _, (problem,) = names_broken(bad, extra)
     given = {w.split("=")[0] for w in bad.replace("--no-mock-data", "").split() if w.startswith("--")}
-    assert given & set(re.findall(r"--[a-z-]+", problem.asked)) or not given
+    assert given & set(re.findall(r"--[a-z0-9-]+", problem.asked)) or not given
     assert problem.case and problem.fix and "\n" not in str(problem).replace("\nbut:", "").replace("\ntry:", "")
     if name not in OUTSIDE:
         # --vocab-file vocab.json etc. name the user's own files: use those of this test's world

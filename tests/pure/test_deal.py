@@ -8,7 +8,7 @@ import pytest
 
 from isotron.core.errors import Refused
 from isotron.core.models.llama_config import LlamaConfig
-from isotron.core.parallel.deal import Costs, Piece, Share, deal, document_costs, largest_group, loads, sizes_of
+from isotron.core.parallel.deal import Costs, Piece, Share, deal, document_costs, evened, largest_group, loads, sizes_of
 
 COSTS = Costs(1.0, 0.01)
 
@@ -83,3 +83,10 @@ def test_rows_stay_where_little_is_saved():
     row = Share(0, 4, tuple(few[:2]))
     pairs = [x - 1000 - 64 for x in loads([row], 4, Costs(1.0, 1.0, 64.0))]
     assert sum(pairs) == 3980 * 3981 / 2 + 20 * 21 / 2
+
+
+def test_empty_microbatches_make_rounds():
+    shares = [Share(0, 2, (Piece(0, 0, 9),)), Share(0, 1, (Piece(1, 0, 4),)), Share(0, 1, (Piece(2, 0, 4),))]
+    found = evened(shares, 2)
+    assert found[:3] == shares and found[3:] == [Share(1, 1, ()), Share(1, 1, ())]
+    assert evened(found, 2) == found

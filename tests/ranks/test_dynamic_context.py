@@ -9,50 +9,50 @@ from typing import Any
 import pytest
 
 from isotron.core.mesh import ALONE
-from isotron.core.models.gpt_config import GPTConfig
-from isotron.core.models.mistral_config import MistralConfig
 from isotron.core.parallel.dealt import documents, joined_rows
-from isotron.core.parallel.plan import Layout
-from isotron.train.verify import Case, measure, microbatches
+from isotron.train.verify import Case, microbatches
 from tests.context_matrix import MODELS
-from tests.matrix import faults, reference_of
+from tests.covering import Case as Choice
+from tests.covering import covering, uncovered
+from tests.dealt_matrix import AXES, BASE, case_of, legal
+from tests.matrix import equals_one_process
 from tests.ranks.bodies import build
 
-GPT = GPTConfig(2, 32, 8, vocab_size=131, max_position_embeddings=16, hidden_dropout=0.0, attention_dropout=0.0)
-WINDOW = MistralConfig(2, 32, 8, 4, 0, 48, 131, 16, sliding_window=5)
-BASE = Layout(
-    dp=4, hybrid_context_parallel=True, hybrid_costs=(1.0, 0.01), make_vocab_size_divisible_by=8, ddp_bucket_size=3000
-)
+PAIRS = covering(AXES, legal)
+VALUES = {(axis, value) for axis, values in AXES.items() for value in values}
+OFTEN = next(PAIRS[:n] for n in range(len(PAIRS)) if {item for c in PAIRS[:n] for item in c.items()} == VALUES)
 
-# two documents per row, 5 and 11 slots: with 4 slots on a rank on 2 and 4 ranks, with 6 on 1 and 2, with 16 where the
-# work is equal
-CASES = {
-    "4 slots": Case(MODELS["gqa"], replace(BASE, max_seqlen_per_dp_cp_rank=4), 16, 1, 4, steps=2, isolate=True),
-    "6 slots, gathered, cp 2": Case(
-        WINDOW,
-        replace(BASE, dp=2, cp=2, max_seqlen_per_dp_cp_rank=6, cp_comm_type=("allgather",), zero=1),
-        16, 1, 4, steps=2, isolate=True,
+FOUR_SLOTS = Case(MODELS["gqa"], replace(BASE, max_seqlen_per_dp_cp_rank=4), 16, 1, 4, steps=2, isolate=True)
+OTHERS = {
+    "as few documents as rows: shared by all": replace(
+        FOUR_SLOTS, layout=replace(FOUR_SLOTS.layout, hybrid_costs=(1.0, 0.01, 64.0))
     ),
-    "16 slots, TP with SP": Case(
-        replace(MODELS["gqa"], softmax_type="learnable"),
-        replace(BASE, dp=2, tp=2, sequence_parallel=True, max_seqlen_per_dp_cp_rank=16, recompute="full"),
-        16, 2, 4, steps=2, isolate=True,
-    ),
-    "as few documents as rows: shared by all": Case(
-        MODELS["gqa"],
-        replace(BASE, hybrid_costs=(1.0, 0.01, 64.0), max_seqlen_per_dp_cp_rank=4), 16, 1, 4, steps=2, isolate=True,
-    ),
-    "whole rows, a step without tokens": Case(
-        GPT, replace(BASE, dp=2, max_seqlen_per_dp_cp_rank=8, zero=0), 16, 1, 4, steps=2, masked_steps=(1,)
-    ),
-}  # fmt: skip
+    "a step without tokens": replace(FOUR_SLOTS, masked_steps=(1,)),
+}
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_the_numbers_of_one_process(ranks: Callable[..., list[Any]], name: str) -> None:
-    case = CASES[name]
-    bad = faults(ranks(case.layout.world, measure, case, timeout=120)[0], reference_of(case))
-    assert not bad, "\n".join(bad[:8])
+def name_of(choice: Choice) -> str:
+    return "-".join(str(value) for value in choice.values())
+
+
+def test_every_value_of_every_feature_and_with_slow_every_pair() -> None:
+    assert uncovered(PAIRS, AXES, legal) == set() and len(OFTEN) < len(PAIRS) / 3
+
+
+@pytest.mark.parametrize("choice", OFTEN, ids=name_of)
+def test_the_numbers_of_one_process(ranks: Callable[..., list[Any]], choice: Choice) -> None:
+    equals_one_process(ranks, case_of(choice), name_of(choice))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("choice", [c for c in PAIRS if c not in OFTEN], ids=name_of)
+def test_every_pair(ranks: Callable[..., list[Any]], choice: Choice) -> None:
+    equals_one_process(ranks, case_of(choice), name_of(choice))
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_steps(ranks: Callable[..., list[Any]], name: str) -> None:
+    equals_one_process(ranks, OTHERS[name], name)
 
 
 def group_sizes(case: Case) -> list[tuple[int, int, float]]:
@@ -64,9 +64,17 @@ def group_sizes(case: Case) -> list[tuple[int, int, float]]:
 
 
 def test_groups_and_rows(ranks: Callable[..., list[Any]]) -> None:
-    found = ranks(4, group_sizes, CASES["4 slots"])
+    found = ranks(4, group_sizes, FOUR_SLOTS)
     assert all({size for size, _, _ in mine} == {2, 4} for mine in found)
     assert all(slots <= 4 for mine in found for _, slots, _ in mine)
-    rows = joined_rows(microbatches(replace(CASES["4 slots"], micro_batch=1), 0, ALONE))
+    rows = joined_rows(microbatches(replace(FOUR_SLOTS, micro_batch=1), 0, ALONE))
     assert sum(tokens for mine in found for _, _, tokens in mine) == float(rows.loss_mask.sum())
-    assert {p.length for p in documents(rows)} == {5, 11}
+    assert {p.length for p in documents(rows)} == {5, 11} and len(documents(rows, every=True)) == 8
+
+
+def test_rounds_are_as_many_on_every_rank(ranks: Callable[..., list[Any]]) -> None:
+    """Where ranks meet in every microbatch, those with fewer have empty ones behind."""
+    layout = replace(BASE, max_seqlen_per_dp_cp_rank=8)
+    alone, met = (ranks(4, group_sizes, replace(FOUR_SLOTS, layout=replace(layout, zero=zero))) for zero in (1, 2))
+    assert len({len(mine) for mine in alone}) > 1 and len({len(mine) for mine in met}) == 1
+    assert [[m for m in mine if m[2]] for mine in met] == [[m for m in mine if m[2]] for mine in alone]

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
+from isotron.core.batch import Places
 from isotron.core.errors import Refused, refuse
 from isotron.core.nn.context import Context
 from isotron.core.nn.dropout import Dropout
@@ -56,7 +57,7 @@ class Causal(nn.Module):
         self, q_BHSN: Tensor, k_BKSN: Tensor, v_BKSN: Tensor, ctx: Context, sinks_H: Tensor | None = None
     ) -> Tensor:
         """o_BHSN."""
-        return self.over(q_BHSN, k_BKSN, v_BKSN, ctx.batch.cuts, ctx.batch.sample_ids, sinks_H)
+        return self.over(q_BHSN, k_BKSN, v_BKSN, ctx.batch.cuts, ctx.batch.places, sinks_H)
 
     def over(
         self,
@@ -64,11 +65,11 @@ class Causal(nn.Module):
         k: Tensor,
         v: Tensor,
         cuts: Cuts | None,
-        sample_ids_B: Tensor,
+        places: Places,
         sinks_H: Tensor | None = None,
     ) -> Tensor:
         """Attention over whole rows in order; `cuts` are the documents of each row."""
-        kernel, s = self.kernel(q, sample_ids_B), q.shape[2]
+        kernel, s = self.kernel(q, places), q.shape[2]
         plain = cuts is None and not 0 < self.window < s and sinks_H is None and not self.softcap
         if not plain or q.shape[-1] != v.shape[-1] or (isinstance(kernel, HostFlash) and self.backend != "fused"):
             return tiled(q, k, v, self.plan(whole(s), whole(s), cuts, len(q), kernel), kernel, sinks_H)
@@ -76,8 +77,8 @@ class Causal(nn.Module):
             grouped, causal = q.shape[1] != k.shape[1], self.causal
             return scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped, scale=kernel.scale)
         if self.recompute:
-            return checkpoint(self._explicit, q, k, v, sample_ids_B, use_reentrant=False, preserve_rng_state=False)
-        return self._explicit(q, k, v, sample_ids_B)
+            return checkpoint(self._explicit, q, k, v, places, use_reentrant=False, preserve_rng_state=False)
+        return self._explicit(q, k, v, places)
 
     def plan(self, queries: Runs, keys: Runs, cuts: Cuts | None, batch: int, kernel: Kernel) -> tuple[Tile, ...]:
         """The tiles in which these queries meet these keys."""
@@ -85,14 +86,14 @@ class Causal(nn.Module):
         window = self.window if self.window < longest else 0
         return tiles(queries, keys, cuts, batch, window, kernel.most, kernel.join, self.causal)
 
-    def kernel(self, q: Tensor, sample_ids_B: Tensor) -> Kernel:
+    def kernel(self, q: Tensor, places: Places) -> Kernel:
         """What computes a tile of these queries; refused where the back end asked for cannot do it."""
         scale = self.scale or default_scale(q.shape[-1])
         if self.dropout.active or self.backend == "unfused" or self.softcap:
             dropout = self.dropout if self.dropout.active else None
             if self.backend in ("flash", "fused"):
                 raise self._no_kernel()
-            return Explicit(scale, dropout, sample_ids_B, self.softcap)
+            return Explicit(scale, dropout, places, self.softcap)
         flash = flash_for(q, scale)
         if flash is None and self.backend in ("flash", "fused"):
             case = f"this device has no fused kernel with the log-sum-exp for {q.dtype} and heads of {q.shape[-1]}"
@@ -115,7 +116,7 @@ class Causal(nn.Module):
         name = "explicit probabilities" if kernel is None else f"torch's flash kernel on {device.type}"
         return f"{self.backend}: {name}"
 
-    def _explicit(self, q_BHSN: Tensor, k_BKTN: Tensor, v_BKTN: Tensor, sample_ids_B: Tensor) -> Tensor:
+    def _explicit(self, q_BHSN: Tensor, k_BKTN: Tensor, v_BKTN: Tensor, places: Places) -> Tensor:
         repeat = q_BHSN.shape[1] // k_BKTN.shape[1]
         k, v = (x.repeat_interleave(repeat, dim=1) if repeat > 1 else x for x in (k_BKTN, v_BKTN))
         s = q_BHSN.shape[2]
@@ -125,7 +126,7 @@ class Causal(nn.Module):
             scores = scores.masked_fill(later, -torch.inf)
         wide = torch.promote_types(scores.dtype, torch.float32)
         p = torch.softmax(scores, -1, dtype=wide).to(v.dtype)
-        return self.dropout.on_probabilities(p, sample_ids_B) @ v
+        return self.dropout.on_probabilities(p, places) @ v
 
 
 class _Given(torch.autograd.Function):

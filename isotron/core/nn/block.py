@@ -77,7 +77,7 @@ class PreNormBlock(nn.Module):
 
     def forward(self, x_BSD: Tensor, ctx: Context) -> Tensor:
         """x_BSD."""
-        ids = ctx.batch.sample_ids
+        ids = ctx.batch.places
         x = x_BSD + self.attention_dropout(self._attend(x_BSD, ctx), ids)
         return x + self.mlp_dropout(self._mlp(x), ids)
 
@@ -107,7 +107,7 @@ class ParallelBlock(PreNormBlock):
 
     def forward(self, x_BSD: Tensor, ctx: Context) -> Tensor:
         """x_BSD."""
-        ids = ctx.batch.sample_ids
+        ids = ctx.batch.places
         a, m = self._attend(x_BSD, ctx), self._mlp(x_BSD)
         return x_BSD + self.attention_dropout(a, ids) + self.mlp_dropout(m, ids)
 
@@ -163,7 +163,7 @@ class ExpertBlock(PreNormBlock):
 
     def forward(self, x_BSD: Tensor, ctx: Context) -> Tensor:
         """x_BSD."""
-        ids = ctx.batch.sample_ids
+        ids = ctx.batch.places
         x = x_BSD + self.attention_dropout(self._attend(x_BSD, ctx), ids)
         if self.recompute_mlp:
             return x + self.mlp_dropout(self._mlp(x, ctx), ids)

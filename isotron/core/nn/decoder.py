@@ -169,7 +169,7 @@ class Decoder(nn.Module):
         x = x if self.widths is None else x.to(self.widths[0])
         if "positions" in self.ends:
             x = x + self._through("positions", batch.positions, self.positions)
-        return self.dropout(x, batch.sample_ids)
+        return self.dropout(x, batch.places)
 
     def forward(self, batch: Batch, boundary: Boundary, weight: float) -> tuple[Boundary, Terms]:
         """The next boundary and the terms of the loss: name -> (sum over tokens, its weight in the loss)."""

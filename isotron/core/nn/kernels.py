@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from isotron.core import device as devices
+from isotron.core.batch import Places
 from isotron.core.nn.dropout import Dropout
 from isotron.core.nn.tiles import Kind, Tile
 
@@ -135,7 +136,7 @@ class Explicit:
 
     scale: float
     dropout: Dropout | None = None
-    sample_ids: Tensor | None = None
+    places: Places | None = None
     softcap: float = 0.0
     most: int = EXPLICIT_QUERIES
     join: bool = False
@@ -167,9 +168,9 @@ class Explicit:
         return capped((_grouped_matmul(q, k.transpose(-1, -2))).to(wide) * self.scale, self.softcap)
 
     def _drop(self, x: Tensor, tile: Tile) -> Tensor:
-        if self.dropout is None or self.sample_ids is None:
+        if self.dropout is None or self.places is None:
             return x
-        return self.dropout.on_probabilities(x, self.sample_ids[slice(*tile.rows)], tile.q_at, tile.k_at)
+        return self.dropout.on_probabilities(x, self.places, tile.q_at, tile.k_at, slice(*tile.rows))
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+from isotron.core.batch import Origin
 from isotron.core.nn.balance import Balance, z_values
 from isotron.core.nn.context import Context
 from isotron.core.nn.dispatch import Routing
@@ -130,7 +131,7 @@ class Router(nn.Module):
     """W_ED with the rules of the model. `name`: of its block, for random numbers and reports.
 
     Buffer `expert_bias` (float32 or wider, where the model has one) moves once per step; what its tokens' visits
-    are compared with is set from outside for each step of a global balance loss (`balance.frequencies_E`).
+    are compared with is set from outside for each step of a global balance loss (`balance.frequencies`).
     """
 
     expert_bias: Tensor
@@ -177,8 +178,15 @@ class Router(nn.Module):
         first = s * self.sequence.index if self.sequence else 0
         at, features = (torch.arange(n, device=x_BSD.device) for n in (s, d))
         salt = key(self.seed, f"{self.name}.jitter")
-        noise = uniform(salt, ctx.batch.sample_ids[:, None, None], (at + first)[:, None], features)
+        samples, slots = ctx.batch.sample_ids[:, None], at + first
+        if ctx.batch.origin is not None:
+            samples, slots = (self._own(t) for t in (ctx.batch.origin.samples_BS, ctx.batch.origin.slots_BS))
+        noise = uniform(salt, samples[..., None], slots[..., None], features)
         return x_BSD * (1 - eps + 2 * eps * noise).to(x_BSD.dtype)
+
+    def _own(self, x_BS: Tensor) -> Tensor:
+        """Of the tokens held here."""
+        return self.sequence.own(x_BS) if self.sequence else x_BS
 
     def _choose(self, logits: Tensor, scores: Tensor) -> Tensor:
         """Experts of every token, [B, S, K]."""
@@ -222,6 +230,9 @@ class Router(nn.Module):
     ) -> None:
         """The block's terms: balance and z (sums over sequences), visits per expert, dropped visits."""
         cfg = self.cfg
+        if ctx.batch.origin is not None:
+            self._report_anew(ctx, terms, logits, shares, experts, ctx.batch.origin)
+            return
         counts_BE = torch.zeros_like(shares[:, 0]).scatter_add_(
             1, experts.flatten(1), torch.ones_like(shares[:, :1, :1]).expand(experts.shape).flatten(1)
         )
@@ -236,3 +247,21 @@ class Router(nn.Module):
             terms[f"z/{self.name}"] = z_values(logits, length), cfg.moe_z_loss_coeff * ctx.sequence_weight
         if routing.drops:
             terms[f"dropped/{self.name}"] = (routing.experts_BSK == cfg.num_experts).sum(), 0.0
+
+    def _report_anew(
+        self, ctx: Context, terms: Terms, logits: Tensor, shares: Tensor, experts: Tensor, origin: Origin
+    ) -> None:
+        """The block's terms where documents were laid into new rows: a token counts in the row that it comes from."""
+        cfg, rows_BS = self.cfg, self._own(origin.rows_BS)
+        visits = shares.new_zeros(origin.rows + 1, cfg.num_experts)  # the last row is of tokens that fill up
+        at = rows_BS.where(rows_BS >= 0, origin.rows)[..., None].expand_as(experts)
+        visits.index_put_((at, experts), visits.new_ones(()), accumulate=True)
+        terms[f"load/{self.name}"] = visits[:-1].sum(0), 0.0
+        if self.balance.active:
+            if self.balance.kind == "sequence":
+                terms[f"visits/{self.name}"] = visits[:-1], 0.0
+            value = self.balance.anew(shares, rows_BS, origin.length)
+            terms[f"balance/{self.name}"] = value, cfg.moe_aux_loss_coeff * ctx.sequence_weight
+        if cfg.moe_z_loss_coeff:
+            value = z_values(logits, origin.length, rows_BS >= 0)
+            terms[f"z/{self.name}"] = value, cfg.moe_z_loss_coeff * ctx.sequence_weight

@@ -78,7 +78,7 @@ class Heads(nn.Module):
         self, q_BHSN: Tensor, k_BKSN: Tensor, v_BKSN: Tensor, ctx: Context, sinks_H: Tensor | None = None
     ) -> Tensor:
         """o_BHSN of the local queries."""
-        part, n, ids = part_of(ctx), self.inner.size, ctx.batch.sample_ids
+        part, n, ids = part_of(ctx), self.inner.size, ctx.batch.places
         if q_BHSN.shape[1] % n:
             h = q_BHSN.shape[1]
             case = f"an all-to-all deals the {h} query heads of a rank to {n} ranks, and {h} / {n} = {h / n:g}"

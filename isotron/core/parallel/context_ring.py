@@ -18,7 +18,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from isotron.core import comm
-from isotron.core.batch import Part
+from isotron.core.batch import Part, Places
 from isotron.core.errors import refuse
 from isotron.core.mesh import Group
 from isotron.core.nn.attention import Causal
@@ -153,7 +153,7 @@ class Ring(nn.Module):
     ) -> Tensor:
         """o_BHSN of the local queries."""
         part = part_of(ctx)
-        return self.among(q_BHSN, k_BKSN, v_BKSN, part.runs, part.cuts, ctx.batch.sample_ids, sinks_H)
+        return self.among(q_BHSN, k_BKSN, v_BKSN, part.runs, part.cuts, ctx.batch.places, sinks_H)
 
     def among(
         self,
@@ -162,11 +162,11 @@ class Ring(nn.Module):
         v: Tensor,
         runs: Sequence[Runs],
         cuts: Cuts | None,
-        sample_ids_B: Tensor,
+        places: Places,
         sinks_H: Tensor | None = None,
     ) -> Tensor:
         """o of the local queries; `runs` of each rank of the group."""
-        kernel, n, here = self.plain.kernel(q, sample_ids_B), self.group.size, self.group.index
+        kernel, n, here = self.plain.kernel(q, places), self.group.size, self.group.index
         batch = len(q)
         plans = tuple(self.plain.plan(runs[here], runs[j], cuts, batch, kernel) for j in range(n))
         if self.gather:

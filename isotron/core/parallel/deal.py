@@ -86,6 +86,12 @@ def deal(pieces: Sequence[Piece], ranks: int, most: int, costs: Costs) -> list[S
     return rows if rows and max(loads(rows, ranks, costs)) <= GAIN * max(loads(anew, ranks, costs)) else anew
 
 
+def evened(shares: Sequence[Share], ranks: int) -> list[Share]:
+    """With empty microbatches behind the others, as many for every rank; those of one number meet."""
+    held = [sum(s.has(rank) for s in shares) for rank in range(ranks)]
+    return [*shares, *(Share(rank, 1, ()) for rank in range(ranks) for _ in range(max(held) - held[rank]))]
+
+
 def _rows_shared(pieces: Sequence[Piece], ranks: int, most: int) -> list[Share]:
     """Every row shared by all ranks; nothing where these are no group or cannot hold a row."""
     rows: dict[int, list[Piece]] = {}

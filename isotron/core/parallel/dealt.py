@@ -15,12 +15,12 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from isotron.core.batch import Batch, Part
+from isotron.core.batch import Batch, Origin, Part
 from isotron.core.mesh import Group
 from isotron.core.nn.attention import Causal
 from isotron.core.nn.context import Context
 from isotron.core.parallel.context_ring import Ring
-from isotron.core.parallel.deal import Costs, Piece, Share, deal
+from isotron.core.parallel.deal import Costs, Piece, Share, deal, evened
 from isotron.core.rows import slots, whole, zigzag
 
 _FIELDS = ("tokens", "labels", "loss_mask", "positions")
@@ -43,10 +43,23 @@ class Varied(nn.Module):
         return core(q_BHSN, k_BKSN, v_BKSN, ctx, sinks_H)
 
 
-def dealt(batches: Sequence[Batch], rank: int, ranks: int, most: int, costs: Costs, unit: int = 1) -> list[Batch]:
-    """This rank's microbatches of a global batch, given as whole rows. `unit`: what divides a rank's slots."""
+def dealt(
+    batches: Sequence[Batch],
+    rank: int,
+    ranks: int,
+    most: int,
+    costs: Costs,
+    unit: int = 1,
+    every: bool = False,
+    in_rounds: bool = False,
+) -> list[Batch]:
+    """This rank's microbatches of a global batch, given as whole rows. `unit`: what divides a rank's slots. `every`:
+    documents without a label that counts too. `in_rounds`: as many microbatches on every rank, the last ones empty.
+    """
     rows = joined_rows(batches)
-    shares = deal(documents(rows), ranks, most, costs)
+    shares = deal(documents(rows, every), ranks, most, costs)
+    if in_rounds:
+        shares = evened(shares, ranks)
     return [local_row(rows, share, rank, unit) for share in shares if share.has(rank)]
 
 
@@ -59,15 +72,15 @@ def joined_rows(batches: Sequence[Batch]) -> Batch:
     return replace(batches[0], **fields, doc_ids=torch.cat(docs) if docs else None)
 
 
-def documents(rows: Batch) -> list[Piece]:
-    """The documents of all rows that have a label that counts."""
+def documents(rows: Batch, every: bool = False) -> list[Piece]:
+    """The documents of all rows that have a label that counts, or all of them."""
     cuts = rows.cuts or ((0, rows.shape[1]),) * rows.shape[0]
     counted = torch.nn.functional.pad((rows.loss_mask != 0).long().cumsum(1), (1, 0)).tolist()
     return [
         Piece(row, start, stop - start)
         for row, borders in enumerate(cuts)
         for start, stop in zip(borders, borders[1:], strict=False)
-        if counted[row][stop] > counted[row][start]
+        if every or counted[row][stop] > counted[row][start]
     ]
 
 
@@ -80,7 +93,8 @@ def local_row(rows: Batch, share: Share, rank: int, unit: int) -> Batch:
         return replace(row, part=Part((whole(length),), row.cuts, row.positions))
     here = torch.tensor(slots(runs[rank - share.first]), device=row.tokens.device)
     fields = {name: getattr(row, name).index_select(1, here) for name in _FIELDS}
-    return replace(row, **fields, doc_ids=None, part=Part(runs, row.cuts, row.positions))
+    origin = None if row.origin is None else row.origin.at(here)
+    return replace(row, **fields, doc_ids=None, part=Part(runs, row.cuts, row.positions), origin=origin)
 
 
 def _row(rows: Batch, pieces: Sequence[Piece], multiple: int) -> Batch:
@@ -98,4 +112,15 @@ def _row(rows: Batch, pieces: Sequence[Piece], multiple: int) -> Batch:
     first = pieces[0].row if pieces else 0
     ids = rows.sample_ids[first : first + 1]
     docs = None if docs is None else docs.to(rows.tokens.device)
-    return replace(rows, **fields, sample_ids=ids, doc_ids=docs)
+    return replace(rows, **fields, sample_ids=ids, doc_ids=docs, origin=_origin(rows, pieces, free))
+
+
+def _origin(rows: Batch, pieces: Sequence[Piece], free: int) -> Origin:
+    """Of the tokens of a new row whose last `free` ones fill it up."""
+    ids = rows.sample_ids.cpu()
+    fill = torch.zeros(free, dtype=torch.int64)
+    samples = torch.cat([*(ids[p.row].expand(p.length) for p in pieces), fill])
+    at = torch.cat([*(torch.arange(p.start, p.start + p.length) for p in pieces), fill])
+    numbers = torch.cat([*(torch.full((p.length,), p.row) for p in pieces), fill - 1])
+    here = Origin(samples[None], at[None], numbers[None], samples, at, *rows.shape)
+    return here.to(rows.tokens.device)

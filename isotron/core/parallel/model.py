@@ -61,8 +61,8 @@ class ParallelModel:
                 self.stages[s] = build_stage(config, s, layers, layout, mesh, dtype, device, seed, self.stages, frozen)
         self._tables: dict[tuple[int, bool], Schedule] = {}
         keep = layout.recompute_keep if layout.recompute == "full" else None
-        # ranks that are dealt documents end at different times: nothing of the reduction is started before the end
-        overlap = layout.overlap_grad_reduce and not layout.hybrid_context_parallel
+        # ranks that are dealt documents may end at different times: nothing of the reduction starts before the end
+        overlap = layout.overlap_grad_reduce and (layout.in_rounds or not layout.hybrid_context_parallel)
         self.runtime = Runtime(self.stages, mesh.group("pp"), overlap, keep)
 
     def table(self, microbatches: int, forward_only: bool = False) -> Schedule:
@@ -70,8 +70,8 @@ class ParallelModel:
         key = microbatches, forward_only
         if key not in self._tables:
             sizes = {number: stage.gathered_elements for number, stage in self.stages.items()}
-            sizes = {number: size for number, size in sizes.items() if size and self.layout.max_live_parameters}
-            self._tables[key] = self.layout.table(microbatches, forward_only, sizes)
+            sums = {number: stage.summed_elements for number, stage in self.stages.items()}
+            self._tables[key] = self.layout.table(microbatches, forward_only, sizes, sums)
         return self._tables[key]
 
     def count_parameters(self) -> int:
@@ -85,7 +85,7 @@ class ParallelModel:
 
         `scale`: of the loss as a whole, for terms that are means over sequences.
         """
-        sequences = sum(len(b.tokens) for b in batches) * self.mesh.sizes["dp"]
+        sequences = self.count_rows(batches)
         for stage in self.stages.values():
             stage.module.sequence_weight = scale / sequences
             stage.module.train()
@@ -127,7 +127,16 @@ class ParallelModel:
         given = layout.hybrid_costs
         costs = Costs(*given) if given else document_costs(self.config)
         most = layout.max_seqlen_per_dp_cp_rank or -(-batches[0].shape[1] // layout.cp)
-        return dealt(batches, group.index, group.size, most, costs, layout.tp if layout.sequence_parallel else 1)
+        unit = layout.tp if layout.sequence_parallel else 1
+        every = (
+            getattr(self.config, "num_experts", 0) > 0
+        )  # experts count every token, also of documents without a loss
+        return dealt(batches, group.index, group.size, most, costs, unit, every, layout.in_rounds)
+
+    def count_rows(self, batches: Sequence[Batch]) -> int:
+        """Rows of the global batch of which these are this rank's microbatches."""
+        origin = batches[0].origin
+        return sum(len(b.tokens) for b in batches) * self.mesh.sizes["dp"] if origin is None else origin.rows
 
     def views(self) -> list[View]:
         """What this rank's optimizer steps."""

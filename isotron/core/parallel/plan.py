@@ -13,7 +13,7 @@ from isotron.core.parallel.buckets import Classes
 from isotron.core.parallel.offload import Offload
 from isotron.core.parallel.pipeline import library, registry
 from isotron.core.parallel.pipeline.actions import Schedule
-from isotron.core.parallel.pipeline.passes import with_weights
+from isotron.core.parallel.pipeline.live import with_sums, with_weights
 from isotron.core.parallel.split import (
     LayerCosts,
     balanced_counts,
@@ -171,6 +171,12 @@ class Layout:
         "time; what does not fit comes and goes block by block",
         unit="parameters",
     )
+    max_live_gradients: int = option(
+        0,
+        "under zero 2 and 3, gradients that may wait on a rank from one microbatch to the next, whole stages at a "
+        "time; the others are summed over ranks in every microbatch",
+        unit="parameters",
+    )
     optimizer_cpu_offload: bool = option(False, "masters and moments live in host memory and are stepped there")
     optimizer_offload_fraction: float = option(1.0, "share of the elements for which optimizer_cpu_offload does so")
     offload_weights: bool = option(False, "under zero 3, the own shards of weights live in host memory")
@@ -201,15 +207,25 @@ class Layout:
         """Stage -> pipeline rank, the same for any number of microbatches."""
         return library.placement(self.schedule, self.pp, self.chunks, self.schedule_memory)
 
-    def table(self, microbatches: int, forward_only: bool = False, sizes: Mapping[int, int] | None = None) -> Schedule:
+    def table(
+        self,
+        microbatches: int,
+        forward_only: bool = False,
+        weights: Mapping[int, int] | None = None,
+        gradients: Mapping[int, int] | None = None,
+    ) -> Schedule:
         """The pipeline table of a step, or of an evaluation.
 
-        `sizes`: weights that stages gather under ZeRO-3; those that fit into `max_live_parameters` are held by it.
+        `weights`: elements that stages gather under ZeRO-3; those that fit into `max_live_parameters` are held by it.
+        `gradients`: those that stages do not keep whole under ZeRO-2 and 3.
         """
         make = library.forward_only if forward_only else library.plan
         group, memory, costs = self.microbatch_group, self.schedule_memory, self.schedule_costs
         table = make(self.schedule, self.pp, microbatches, self.chunks, group, memory, costs)
-        return table if not sizes else with_weights(table, sizes, self.max_live_parameters)
+        come, summed = ({s: n for s, n in (each or {}).items() if n} for each in (weights, gradients))
+        if summed and not forward_only:
+            table = with_sums(table, summed, self.max_live_gradients)
+        return with_weights(table, come, self.max_live_parameters) if come and self.max_live_parameters else table
 
     @property
     def world(self) -> int:
@@ -238,6 +254,12 @@ class Layout:
         """Of those, the ranks over which a tensor is sharded."""
         whole = self.expert_data_ranks
         return min(self.zero_shard_size or whole, whole) if self.zero_stage else 1
+
+    @property
+    def in_rounds(self) -> bool:
+        """Whether ranks that are dealt documents meet in every microbatch, so that each must have as many."""
+        together = self.pp > 1 or self.zero_stage > 1 or self.ep > 1 or self.expert_tp != self.tp
+        return self.hybrid_context_parallel and together
 
     def cp_type(self, layer: int) -> str:
         """How a block's keys and values travel under context parallelism."""

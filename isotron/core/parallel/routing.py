@@ -47,16 +47,26 @@ def _summed(
 
 
 def count_visits(model: ParallelModel, batches: Sequence[Batch]) -> None:
-    """Before a step whose balance loss is global: one forward to count the visits of all its tokens."""
-    globally = [r for r in routers(model) if r.balance.kind == "global" and r.balance.active]
-    if getattr(model.config, "moe_router_load_balancing_type", "") != "global":
+    """Before a step whose balance loss compares what no rank sees at once, the whole step or rows that were dealt
+    anew: one forward to count the visits of all its tokens.
+    """
+    kind, origin = getattr(model.config, "moe_router_load_balancing_type", ""), batches[0].origin
+    if not getattr(model.config, "moe_aux_loss_coeff", 0) or not (
+        kind == "global" or (kind == "sequence" and origin is not None)
+    ):
         return
+    found = routers(model)
+    for r in found:
+        r.balance.frequencies = None
+    rows = 1 if kind == "global" or origin is None else origin.rows
+    what = "load" if kind == "global" else "visits"
     terms = model.forward_only(batches)
-    sizes = {f"load/{r.name}": r.cfg.num_experts for r in globally}
+    sizes = {f"{what}/{r.name}": rows * r.cfg.num_experts for r in found}
     summed = _summed(model, terms, sizes, model.mesh.group_of(model.mesh.ranks_along("tp", "cp", "dp")))
-    for r in globally:
-        load = summed[f"load/{r.name}"]
-        r.balance.frequencies_E = load / load.sum()
+    for r in found:
+        visits_RE = summed[f"{what}/{r.name}"].view(rows, -1)
+        f_RE = visits_RE / visits_RE.sum(1, keepdim=True)
+        r.balance.frequencies = f_RE[0] if kind == "global" else f_RE
 
 
 @torch.no_grad()

@@ -1,0 +1,70 @@
+"""The axes of the float64 matrix of documents dealt anew: groups of ranks of different size against one process."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from isotron.core.models.gpt_config import GPTConfig
+from isotron.core.models.mixtral_config import MixtralConfig
+from isotron.core.parallel.plan import Layout
+from isotron.train.verify import Case
+from tests.context_matrix import MODELS as LONG
+from tests.covering import Case as Choice
+
+BASE = Layout(
+    dp=4, hybrid_context_parallel=True, hybrid_costs=(1.0, 0.01), make_vocab_size_divisible_by=8, ddp_bucket_size=3000
+)
+EXPERTS = MixtralConfig(4, 32, 8, 4, 0, 48, 131, 16, num_experts=4, moe_aux_loss_coeff=0.1)
+
+MODELS: dict[str, Any] = {
+    "dropout": replace(LONG["gqa"], num_layers=4, hidden_dropout=0.1, attention_dropout=0.2, softmax_type="learnable"),
+    "positions": GPTConfig(4, 32, 8, vocab_size=131, max_position_embeddings=16, hidden_dropout=0.2),
+    "window": replace(LONG["window"], num_layers=4),
+    "balanced": replace(EXPERTS, moe_z_loss_coeff=0.01, moe_input_jitter_eps=0.1),
+    "biased": replace(EXPERTS, moe_router_load_balancing_type="global", moe_router_enable_expert_bias=True,
+                      moe_router_score_function="sigmoid"),
+}  # fmt: skip
+BESIDE: dict[str, dict[str, Any]] = {
+    "DP4": {},
+    "CP2xDP2": {"cp": 2, "dp": 2},
+    "TP2+SP": {"tp": 2, "dp": 2, "sequence_parallel": True},
+    "PP2": {"pp": 2, "dp": 2},
+    "PP2x2chunks": {"pp": 2, "dp": 2, "vpp": 2},
+    "PP2 in a V": {"pp": 2, "dp": 2, "schedule": "zbv"},
+}
+
+# two documents per row, 5 and 11 slots: with 4 slots on a rank on 2 and 4 ranks, with 8 on 1 and 2, with 16 where the
+# work is equal; empty microbatches where ranks meet in every one
+AXES = {
+    "model": tuple(MODELS),
+    "beside": tuple(BESIDE),
+    "zero": (0, 1, 2, 3),
+    "slots": (4, 8, 16),
+    "rows": ("documents", "whole"),
+    "comm": ("p2p", "allgather"),
+    "recompute": ("none", "selective", "full"),
+    "experts": ("here", "dealt"),
+}
+
+
+def legal(choice: Choice) -> bool:
+    """Rows fit the ranks; only experts are dealt."""
+    ranks = 4 if choice["beside"] in ("DP4", "CP2xDP2") else 2
+    dense = choice["model"] in ("dropout", "positions")
+    return choice["slots"] * ranks >= 16 and not (dense and choice["experts"] == "dealt")
+
+
+def case_of(choice: Choice) -> Case:
+    """Two steps of four rows of 16 slots."""
+    layout = replace(
+        BASE,
+        **BESIDE[choice["beside"]],
+        zero=choice["zero"],
+        max_seqlen_per_dp_cp_rank=choice["slots"],
+        cp_comm_type=(choice["comm"],),
+        recompute=choice["recompute"],
+        ep=2 if choice["experts"] == "dealt" else 1,
+        etp=1 if choice["experts"] == "dealt" else 0,
+    )
+    return Case(MODELS[choice["model"]], layout, 16, 1, 4, steps=2, isolate=choice["rows"] == "documents")
