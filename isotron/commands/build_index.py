@@ -12,6 +12,7 @@ from isotron.core.errors import refuse
 def build_index(config: RunConfig) -> int:
     """Build what the run will look for in its index cache, as one process without a model; returns the exit code."""
     from isotron.data.build import build_segments
+    from isotron.data.spans import masking
     from isotron.tokenizers.build import build_tokenizer
     from isotron.train.feed import end_of
 
@@ -25,6 +26,7 @@ def build_index(config: RunConfig) -> int:
     train, began = config.train, time.monotonic()
     samples, held_out = end_of(train, 0, train.train_iters), train.eval_iters * train.global_batch_size
     known: dict[str, Any] = {"vocab_size": vocab, "eod": eod, "tokenizer": tokenizer}
+    known["masking"] = masking(config.data, config.model, tokenizer)
     build_segments(config.data, train.seed, [samples], held_out, print, **known)
     print(f"the indexes of {samples:,} samples are ready, after {time.monotonic() - began:.1f} s")
     return 0

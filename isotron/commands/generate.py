@@ -13,6 +13,7 @@ from isotron.config.catalogue import Option, catalogue
 from isotron.config.check import check, finish
 from isotron.config.load import read
 from isotron.config.resume import Found, find_checkpoint
+from isotron.config.rules_streams import two_streams
 from isotron.config.schema import RunConfig, changed
 from isotron.core.errors import Problem, Refused
 
@@ -78,6 +79,9 @@ def model_config(
     asked = {n: g.value for n, g in parsed.given.items() if n in shared or n in TOKENIZER}
     config = changed(base, **{"dp": 1, **asked, "load": found.path, "sequence_parallel": False})
     devices = device_count(config.train.device)
+    if two_streams(config):
+        case = f"family {config.model.family} has an encoder and a decoder, and this command runs decoders alone"
+        problems.append(Problem(f"--load {load}", case, "isotron train --load, which validates it"))
     if found.config is not None:
         problems += check(config, size, devices, 0, {*UNUSED, *parsed.doubtful})
     return finish(config, size, devices)

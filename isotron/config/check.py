@@ -14,15 +14,18 @@ from isotron.config.rules_experts import EXPERT_RULES, PATTERN_RULE
 from isotron.config.rules_layout import LAYOUT_RULES
 from isotron.config.rules_pipeline import PIPELINE_RULES
 from isotron.config.rules_run import RUN_RULES
+from isotron.config.rules_streams import SHORTEST_RULE, STREAM_RULES
 from isotron.config.rules_zero import ZERO_RULES
 from isotron.config.schema import RunConfig, changed, value
 from isotron.core.errors import Problem
+from isotron.core.models.t5_config import T5Config
+from isotron.data.spans import target_length
 
 # what every other rule must be able to rely on
-FIRST: tuple[Rule, ...] = (*RANGES, PATTERN_RULE)
+FIRST: tuple[Rule, ...] = (*RANGES, PATTERN_RULE, SHORTEST_RULE)
 RULES: tuple[Rule, ...] = (
     *(*FIRST, *LAYOUT_RULES, *ZERO_RULES, *CONTEXT_RULES),
-    *(*EXPERT_RULES, *PIPELINE_RULES, *RUN_RULES),
+    *(*EXPERT_RULES, *PIPELINE_RULES, *RUN_RULES, *STREAM_RULES),
 )
 
 
@@ -69,6 +72,8 @@ def finish(
         "lr_decay_iters": config.schedule.lr_decay_iters or config.train.train_iters,
         "vocab_size": config.model.vocab_size or vocab_size,
     }
+    if isinstance(config.model, T5Config):
+        leaves["decoder_seq_length"] = config.model.decoder_seq_length or target_length(config.data)
     return changed(config, **leaves)
 
 

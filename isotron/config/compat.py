@@ -111,6 +111,7 @@ CHOICES: dict[str, dict[str, dict[str, Any] | Problem]] = {
     "--position-embedding-type": {
         "learned_absolute": {"@positions": "learned_absolute"},
         "rope": {"@positions": "rope"},
+        "relative": {"@positions": "relative"},
     },
     "--dataloader-type": {
         "single": {},

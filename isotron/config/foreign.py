@@ -6,11 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from isotron.config.schema import MODELS, RunConfig, changed, to_dict
-from isotron.core.errors import refuse
+from isotron.config.schema import RunConfig, changed, to_dict
 from isotron.core.optim.config import OptimConfig
 from isotron.core.precision.scaler import LossScaler
-from isotron.hub.families import FAMILIES
 from isotron.hub.foreign import foreign_model
 
 # section -> the leaves of it, or all of them
@@ -59,16 +57,7 @@ def resumed_meta(
 def foreign_run(path: str | Path) -> Mapping[str, Mapping[str, Any]]:
     """What `--load` of a foreign checkpoint fixes: model, dtype, tokenizer, and a sequence length that fits."""
     model, dtype, place = foreign_model(path)
-    check_family(f"--load {path}", model.family)
     return begun(saved_run(model, dtype, str(place) if place is not None and has_tokenizer(place) else ""))
-
-
-def check_family(asked: str, family: str) -> None:
-    """Refuse a model that is not for commands: an encoder beside a decoder reads a second stream of tokens."""
-    if family not in MODELS and family in FAMILIES:
-        case = f"family {family} has an encoder and a decoder, and commands train and run decoders alone"
-        fix = "isotron convert, which takes it, or isotron.hub.live.from_hf in a loop of one's own (docs/model.md)"
-        raise refuse(asked, case, fix)
 
 
 def begun(tree: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:

@@ -25,6 +25,8 @@ NOT_RESUMED = ("device",)
 # What the weights of a checkpoint fix: the option, and the property that says its value with defaults filled in.
 SHAPES = {
     "num_layers": "num_layers",
+    "encoder_num_layers": "encoder_num_layers",
+    "decoder_num_layers": "decoder_layers",
     "hidden_size": "hidden_size",
     "num_attention_heads": "num_attention_heads",
     "num_key_value_heads": "kv_heads",
@@ -33,6 +35,9 @@ SHAPES = {
     "vocab_size": "vocab_size",
     "tie_embeddings": "tie_embeddings",
 }
+
+# What an option of other families is in one, as in Megatron.
+OF_FAMILY = {("t5", "num_layers"): "encoder_num_layers"}
 
 LOADER_OPTIONS = {
     "config": Option("config", "str", "", "TOML file with any of the sections below; flags override it"),
@@ -147,10 +152,10 @@ def _merge(
     merged |= {leaf: (value, "checkpoint") for leaf, value in saved.items()}
     for leaf in catalogue():
         if leaf in toml:
-            _set(merged, leaf, toml[leaf], where)
+            _set(merged, OF_FAMILY.get((family.name, leaf), leaf), toml[leaf], where)
     for given in sorted(parsed.given.values(), key=lambda g: g.place):
         if given.leaf in catalogue():
-            _set(merged, given.leaf, given.value, f"flag {given.source}")
+            _set(merged, OF_FAMILY.get((family.name, given.leaf), given.leaf), given.value, f"flag {given.source}")
     return merged
 
 
@@ -201,6 +206,8 @@ def _compare_model(
     fields = MODELS[family].__dataclass_fields__
     old = MODELS[family](**{k: v for k, v in saved.items() if k in fields})
     for leaf, name in SHAPES.items():
+        if not hasattr(old, name):
+            continue
         was, now = getattr(old, name), getattr(config.model, name)
         origin = merged[leaf][1] if leaf in merged else "default"
         if was != now and origin not in ("default", "checkpoint"):  # else it follows from an option that is reported

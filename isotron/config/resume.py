@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from isotron.config.foreign import begun, check_family, foreign_run
+from isotron.config.foreign import begun, foreign_run
 from isotron.core.checkpoint.remote import fetch, is_remote
 from isotron.core.errors import refuse
 
@@ -69,7 +69,6 @@ def find_checkpoint(load: str, save: str, log: Callable[[str], None] = print) ->
             f"{step} was not written by isotron train: it holds no run config",
             "a checkpoint of a run",
         )
-    check_family(f"--load {load}", str(config.get("model", {}).get("family", "")))
     if manifest.meta.get("weights_only"):
         return Found(str(step), begun(config), manifest.step, weights_only=True)
     return Found(str(step), config, manifest.step)

@@ -39,14 +39,18 @@ class Rule:
     problem: Callable[[RunConfig, Facts], Problem]
 
 
+_BLOCKS = {"num_layers": ("num_layers", "encoder_num_layers", "decoder_num_layers")}
+
+
 def flag(leaf: str) -> str:
     """--hidden-size for hidden_size."""
     return "--" + leaf.replace("_", "-")
 
 
 def asked(config: RunConfig, *leaves: str) -> str:
-    """Options with their values, as typed."""
-    return " ".join(f"{flag(leaf)} {_text(value(config, leaf))}" for leaf in leaves)
+    """Options with their values, as typed; of those that the family has."""
+    found = [x for leaf in leaves for x in _BLOCKS.get(leaf, (leaf,)) if leaf == x or value(config, leaf) is None]
+    return " ".join(f"{flag(leaf)} {_text(value(config, leaf))}" for leaf in found if value(config, leaf) is not None)
 
 
 def moved(config: RunConfig, *leaves: str) -> tuple[str, ...]:
@@ -88,7 +92,8 @@ class Range:
 
 
 _POSITIVE = {
-    "num_layers": 12, "hidden_size": 768, "num_attention_heads": 12, "seq_length": 1024, "tp": 1, "pp": 1, "vpp": 1,
+    "num_layers": 12, "encoder_num_layers": 12,
+    "hidden_size": 768, "num_attention_heads": 12, "seq_length": 1024, "tp": 1, "pp": 1, "vpp": 1,
     "cp": 1, "ep": 1,
     "mlp_chunks": 1,
     "micro_batch_size": 1, "train_iters": 1000, "recompute_num_layers": 1, "make_vocab_size_divisible_by": 128,
@@ -100,14 +105,14 @@ _POSITIVE = {
     "moe_router_topk_scaling_factor": 1.0, "muon_ns_steps": 5, "muon_extra_scale_factor": 0.2,
 }  # fmt: skip
 _NOT_NEGATIVE = {
-    "vocab_extra_ids": 100,
+    "vocab_extra_ids": 100, "decoder_num_layers": 0, "decoder_seq_length": 0, "decoder_start_token_id": 0,
     "mup_base_hidden_size": 256, "q_lora_rank": 0, "mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.1,
     "moe_ffn_hidden_size": 0, "moe_router_num_groups": 0, "moe_router_group_topk": 0, "moe_router_group_scores": 0,
     "moe_router_bias_update_rate": 0.001, "moe_aux_loss_coeff": 0.01, "moe_z_loss_coeff": 0.001,
     "moe_expert_capacity_factor": 1.25, "moe_shared_expert_intermediate_size": 0,
     "etp": 0, "zero_shard_size": 0, "trace": 0, "schedule_memory": 0, "microbatch_group": 0, "recompute_keep": 0,
     "deferred_logits": 0,
-    "max_live_parameters": 0,
+    "max_live_parameters": 0, "max_live_gradients": 0,
     "activation_budget_gib": 0, "cpu_offloading_num_layers": 0, "max_seqlen_per_dp_cp_rank": 0,
     "num_key_value_heads": 0, "head_dim": 0, "ffn_hidden_size": 0, "vocab_size": 50257, "max_position_embeddings": 0,
     "dp": 1, "first_stage_layers": 0, "last_stage_layers": 0, "global_batch_size": 128, "eval_interval": 0,
@@ -127,7 +132,8 @@ _RAMP = {"start_weight_decay": 0.0, "end_weight_decay": 0.1}
 
 # beyond these a typing error would keep the checks themselves busy, or the machine, before anyone could say so
 _MOST = {
-    "num_layers": 100_000, "hidden_size": 10**9, "ffn_hidden_size": 10**9, "num_attention_heads": 10**6,
+    "num_layers": 100_000, "encoder_num_layers": 100_000, "decoder_num_layers": 100_000,
+    "decoder_seq_length": 10**9, "hidden_size": 10**9, "ffn_hidden_size": 10**9, "num_attention_heads": 10**6,
     "num_key_value_heads": 10**6, "head_dim": 10**9, "vocab_size": 10**9, "make_vocab_size_divisible_by": 10**9,
     "seq_length": 10**9, "max_position_embeddings": 10**9, "micro_batch_size": 10**9, "global_batch_size": 10**12,
     "num_experts": 10**5, "moe_router_topk": 10**5, "moe_ffn_hidden_size": 10**9,
@@ -159,6 +165,8 @@ RANGES: tuple[Rule, ...] = tuple(
         Range("adafactor_clip", "1 or more", lambda v: v >= 1, 1.0),
         Range("fim_rate", "between 0 and 1", lambda v: 0 <= v <= 1, 0.5),
         Range("fim_spm_rate", "between 0 and 1", lambda v: 0 <= v <= 1, 0.5),
+        Range("mask_prob", "above 0 and below 1", lambda v: 0 < v < 1, 0.15),
+        Range("mean_span_length", "1 or more", lambda v: v >= 1, 3.0),
         *(
             Range(leaf, "0 or more, or -1 for weight_decay", lambda v: v >= 0 or v == -1, e)
             for leaf, e in _RAMP.items()

@@ -30,6 +30,7 @@ from isotron.core.models import (
     qwen2_moe_config,
     qwen3_config,
     qwen3_moe_config,
+    t5_config,
 )
 from isotron.core.models.deepseek_moe_config import DeepseekMoEConfig
 from isotron.core.models.deepseek_v2_config import DeepseekV2Config
@@ -49,6 +50,7 @@ from isotron.core.models.qwen2_config import Qwen2Config
 from isotron.core.models.qwen2_moe_config import Qwen2MoeConfig
 from isotron.core.models.qwen3_config import Qwen3Config
 from isotron.core.models.qwen3_moe_config import Qwen3MoeConfig
+from isotron.core.models.t5_config import T5Config
 from isotron.core.optim.config import OptimConfig
 from isotron.core.optim.schedules import ScheduleConfig
 from isotron.core.parallel.plan import Layout
@@ -56,7 +58,7 @@ from isotron.data.config import DataConfig
 from isotron.tokenizers.config import TokenizerConfig
 from isotron.train.config import FaultConfig, LogConfig, TrainConfig
 
-ModelConfig = GPTConfig | LlamaShapes | NeoXConfig  # most families have LlamaShapes's fields and more
+ModelConfig = GPTConfig | LlamaShapes | NeoXConfig | T5Config  # most families have LlamaShapes's fields and more
 _CLASSES: tuple[type[ModelConfig], ...] = (
     GPTConfig,
     Gemma2Config,
@@ -75,6 +77,7 @@ _CLASSES: tuple[type[ModelConfig], ...] = (
     DeepseekV2Config,
     DeepseekV3Config,
     GptOssConfig,
+    T5Config,
 )
 MODELS: dict[str, type[ModelConfig]] = {cls.family: cls for cls in _CLASSES}
 PRESETS: dict[str, ModelConfig] = {
@@ -95,6 +98,7 @@ PRESETS: dict[str, ModelConfig] = {
     **qwen2_moe_config.PRESETS,
     **qwen3_config.PRESETS,
     **qwen3_moe_config.PRESETS,
+    **t5_config.PRESETS,
 }
 DEFAULT_FAMILY = "llama"
 

@@ -25,10 +25,12 @@ FEATURES: dict[str, dict[str, str]] = {
     switch: {**dict.fromkeys(MODELS, llama), "gpt": gpt, "neox": neox}
     for switch, (gpt, llama, neox) in _SWITCHES.items()
 }
-FEATURES["@mlp"] |= {"gemma2": "geglu", "gemma3": "geglu"}
+FEATURES["@mlp"] |= {"gemma2": "geglu", "gemma3": "geglu", "t5": "relu"}
+FEATURES["@positions"]["t5"] = "relative"
 SPELLING: dict[tuple[str, str], str] = {
     ("@positions", "learned_absolute"): "--position-embedding-type learned_absolute",
     ("@positions", "rope"): "--position-embedding-type rope",
+    ("@positions", "relative"): "--position-embedding-type relative",
     ("@norm", "LayerNorm"): "--normalization LayerNorm",
     ("@norm", "RMSNorm"): "--normalization RMSNorm",
     ("@mlp", "swiglu"): "--swiglu",

@@ -27,7 +27,7 @@ from isotron.core.batch import Batch
 from isotron.core.errors import refuse
 from isotron.data.config import DataConfig
 from isotron.data.gpt_dataset import Dataset
-from isotron.data.rows import Row, Tokens
+from isotron.data.rows import Pair, Row, Tokens
 
 T = TypeVar("T")
 Bools: TypeAlias = npt.NDArray[np.bool_]
@@ -66,6 +66,8 @@ def make_batch(dataset: Dataset, numbers: range, cfg: DataConfig, eod: int | Non
     samples = [dataset[number] for number in numbers]
     if isinstance(samples[0], Row):
         return _batch_of_rows(samples, numbers)
+    if isinstance(samples[0], Pair):
+        return _batch_of_pairs(samples, numbers)
     text = np.stack([_checked(text, number, cfg.seq_length) for text, number in zip(samples, numbers, strict=True)])
     tokens = text[:, :-1]
     positions = np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape)
@@ -97,6 +99,20 @@ def _batch_of_rows(rows: Sequence[Row], numbers: range) -> Batch:
         positions=torch.tensor(np.stack([row.positions for row in rows])),
         sample_ids=torch.tensor(list(numbers), dtype=torch.int64),
         doc_ids=torch.tensor(np.stack([row.documents for row in rows])),
+    )
+
+
+def _batch_of_pairs(pairs: Sequence[Pair], numbers: range) -> Batch:
+    """What an encoder and a decoder read."""
+    tokens = np.stack([pair.tokens for pair in pairs])
+    return Batch(
+        tokens=torch.tensor(tokens),
+        labels=torch.tensor(np.stack([pair.labels for pair in pairs])),
+        loss_mask=torch.tensor(np.stack([pair.loss for pair in pairs])),
+        positions=torch.tensor(np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape)),
+        sample_ids=torch.tensor(list(numbers), dtype=torch.int64),
+        source=torch.tensor(np.stack([pair.source for pair in pairs])),
+        source_lengths=torch.tensor([pair.length for pair in pairs], dtype=torch.int64),
     )
 
 

@@ -35,6 +35,7 @@ from isotron.data.info import read_info
 from isotron.data.mock import MockDataset
 from isotron.data.packed import PackedDataset
 from isotron.data.parts import NAMES, check_part
+from isotron.data.spans import Masking, SpanDataset
 from isotron.tokenizers.base import Tokenizer
 
 Log = Callable[[str], None]
@@ -53,7 +54,13 @@ class _Request:
     log: Log
     label: str = ""
     tokenizer: Tokenizer | None = None
+    masking: Masking | None = None
     opened: dict[str, IndexedDataset] = field(default_factory=dict)
+
+    @property
+    def length(self) -> int:
+        """Tokens of a sample but one."""
+        return self.config.seq_length if self.masking is None else self.masking.lengths.text - 1
 
     def open(self, prefix: str) -> IndexedDataset:
         """The pair at `prefix`, opened and checked once."""
@@ -79,19 +86,24 @@ def build_datasets(
     eod: int | None = None,
     label: str = "",
     tokenizer: Tokenizer | None = None,
+    masking: Masking | None = None,
 ) -> tuple[Dataset | None, Dataset | None]:
     """(training, validation), each with at least the `num_samples` asked for it; None where 0 are asked for.
 
     Validation is also None when its part of the split is 0. vocab_size and eod of the tokenizer, where they are known,
     are checked against the data. `label` follows the name of the training data in the log. tokenizer: cuts texts for
-    fill-in-the-middle.
+    fill-in-the-middle. masking: samples are pairs with masked spans.
     """
     if not 0 <= seed < 2**32:
         raise refuse(f"--seed {seed}", "the data order needs a seed of 0..4294967295", "--seed 1234")
-    request = _Request(config, seed, vocab_size, eod, log, label, tokenizer)
-    if config.mock_data:
-        return _mock(request, num_samples)
-    return _build(request, 0, num_samples[0]), _build(request, 1, num_samples[1])
+    request = _Request(config, seed, vocab_size, eod, log, label, tokenizer, masking)
+    made = (
+        _mock(request, num_samples) if config.mock_data else tuple(_build(request, i, num_samples[i]) for i in (0, 1))
+    )
+    if masking is None:
+        return made[0], made[1]
+    train, valid = (None if d is None else SpanDataset(d, masking, seed, i) for i, d in enumerate(made))
+    return train, valid
 
 
 def build_segments(
@@ -105,6 +117,7 @@ def build_segments(
     eod: int | None = None,
     consumed: int = 0,
     tokenizer: Tokenizer | None = None,
+    masking: Masking | None = None,
 ) -> tuple[Dataset, Dataset | dict[str, Dataset] | None]:
     """(training, validation) of a run that may have been made longer, as `build_datasets` gives them.
 
@@ -118,26 +131,23 @@ def build_segments(
         together = 0 if i or config.multiple_validation_sets else num_valid
         wanted, label = (count, together), _label(segments, i, consumed)
         own = (seed + i) % 2**32
-        known: dict[str, Any] = {"vocab_size": vocab_size, "eod": eod, "label": label, "tokenizer": tokenizer}
+        known: dict[str, Any] = {"vocab_size": vocab_size, "eod": eod, "tokenizer": tokenizer, "masking": masking}
+        known["label"] = label
         train, valid = build_datasets(config, own, wanted, log, **known)
         if train is None:
             raise ValueError(f"segments of {segments} samples: each has at least one")
         parts.append((count, train))
         held_out = held_out or valid
     if config.multiple_validation_sets and num_valid:
-        return ChainedDataset(parts), _each_apart(config, seed, num_valid, log, vocab_size, eod)
+        return ChainedDataset(parts), _each_apart(config, seed, num_valid, log, {**known, "label": ""})
     return ChainedDataset(parts), held_out
 
 
-def _each_apart(
-    config: DataConfig, seed: int, count: int, log: Log, vocab_size: int, eod: int | None
-) -> dict[str, Dataset]:
+def _each_apart(config: DataConfig, seed: int, count: int, log: Log, known: dict[str, Any]) -> dict[str, Dataset]:
     """A validation set for each prefix, by the name of its file."""
     sets: dict[str, Dataset] = {}
     for prefix in read_sources(config.valid_data_path, "--valid-data-path", log).prefixes:
-        _, held_out = build_datasets(
-            replace(config, valid_data_path=(prefix,)), seed, (0, count), log, vocab_size=vocab_size, eod=eod
-        )
+        _, held_out = build_datasets(replace(config, valid_data_path=(prefix,)), seed, (0, count), log, **known)
         name = Path(prefix).name.removesuffix(SUFFIX)
         if held_out is not None:
             sets[f"valid/{name if f'valid/{name}' not in sets else prefix}"] = held_out
@@ -167,7 +177,7 @@ def _mock(request: _Request, counts: tuple[int, int]) -> tuple[Dataset | None, D
         paths = " ".join(config.data_path or config.valid_data_path)
         raise refuse(f"--mock-data with --data-path {paths}", "data is either made up or read", "one of the two")
     train, valid = (
-        MockDataset(count, config.seq_length, 2 * request.seed + part, request.vocab_size, request.eod)
+        MockDataset(count, request.length, 2 * request.seed + part, request.vocab_size, request.eod)
         for part, count in enumerate(counts)
     )
     return train if counts[0] else None, valid if counts[1] else None
@@ -192,7 +202,7 @@ def _build(request: _Request, part: int, count: int) -> Dataset | None:
         request.log(f"no validation: its part of --split {config.split} is 0")
         return None
     for prefix, documents in () if config.pack_documents else ranges.items():
-        check_part(config, request.open(prefix), documents, part)
+        check_part(config, request.open(prefix), documents, part, request.length + 1)
     one = len(sources.prefixes) == 1 and (sources.weights is None or apart)
     make = _single if one else _by_size if sources.weights is None else _by_weight
     dataset = make(request, sources, [ranges[prefix] for prefix in sources.prefixes], count, NAMES[part])
@@ -212,7 +222,7 @@ def _filling(request: _Request, dataset: Dataset) -> FimDataset:
 
 
 def _gpt(request: _Request, prefix: str, documents: range, count: int | None) -> GPTDataset | PackedDataset:
-    length, cache = request.config.seq_length, request.cache(prefix)
+    length, cache = request.length, request.cache(prefix)
     if request.config.pack_documents:
         return PackedDataset(
             request.open(prefix), documents, count, length, request.seed, request.vocab_size, request.log
@@ -279,7 +289,7 @@ def _report(
     datasets: Sequence[GPTDataset | PackedDataset],
 ) -> None:
     """Say what will be read from where: shares of samples, tokens, and how often each source is gone through."""
-    length = request.config.seq_length
+    length = request.length
     label = request.label if name == NAMES[0] else ""
     request.log(f"{name} data{label}: {sum(drawn):,} samples of {length} tokens")
     for prefix, share, count, dataset in zip(prefixes, shares, drawn, datasets, strict=True):

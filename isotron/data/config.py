@@ -28,3 +28,8 @@ class DataConfig:
         "characters", "where they are cut: anywhere in their text, or between tokens", choices=("characters", "tokens")
     )
     fim_token_ids: tuple[int, ...] = option((), "ids of the prefix, middle and suffix tokens of fill-in-the-middle")
+    mask_prob: float = option(0.15, "share of a text that is masked, in families with an encoder")
+    mean_span_length: float = option(3.0, "tokens of a masked span on average", unit="tokens")
+    sentinel_ids: tuple[int, ...] = option(
+        (), "ids that stand for masked spans, first to last; empty means the tokenizer's extra ids"
+    )

@@ -22,6 +22,20 @@ class Row:
     positions: Tokens
 
 
+@dataclass(frozen=True)
+class Pair:
+    """What an encoder reads, `length` tokens of it, and what a decoder reads and writes.
+
+    source: int64[E]; tokens, labels: int64[S]; loss: float32[S].
+    """
+
+    source: Tokens
+    length: int
+    tokens: Tokens
+    labels: Tokens
+    loss: npt.NDArray[np.float32]
+
+
 def packed_row(documents: list[Tokens], weights: list[npt.NDArray[np.float32]], length: int) -> Row:
     """Documents side by side in `length` slots: document of n ids has n - 1 slots, each with the next id as its label.
 

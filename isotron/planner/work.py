@@ -113,6 +113,17 @@ class Flops:
     hardware: float  # full, with what is computed again
 
 
+def _of_pairs(job: Job) -> Flops:
+    """The same of pairs that an encoder and a decoder read."""
+    model, full, again = 0.0, 0.0, 0.0
+    for causal in (True, False):
+        each, output = job.config.multiplications(job.seq, causal)
+        model, full = full, 2.0 * job.global_batch * (sum(map(sum, each)) + output)
+    if job.layout.recompute == "full":
+        again = full - 2.0 * job.global_batch * output - 2 * job.step_tokens * unread(job) * job.config.num_layers
+    return Flops(3 * model, 3 * full, 3 * full + again)
+
+
 def _multiplications(config: Any) -> float:
     """Multiply-adds per token in the matrices of all blocks and what stands behind them, the output layer left out."""
     total, visited = 0.0, getattr(config, "visited", lambda pattern: 1.0)
@@ -126,6 +137,8 @@ def _multiplications(config: Any) -> float:
 def step_flops(job: Job) -> Flops:
     """FLOPs of a step; a tied output layer counts, look-ups do not."""
     c = job.config
+    if hasattr(c, "multiplications"):
+        return _of_pairs(job)
     matrices = _multiplications(c) + c.vocab_size * c.hidden_size
     tokens = float(job.step_tokens)
     core = 2.0 * c.num_attention_heads * (c.head_size + getattr(c, "v_head_dim", c.head_size)) * c.num_layers

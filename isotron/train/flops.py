@@ -53,8 +53,12 @@ def step_flops(config: ModelShapes, tokens_per_step: int, sequence: int, causal:
     Grouped queries, gated MLPs and the output layer follow from the table. Attention is counted causally: a position
     meets itself and what came before, (sequence + 1) / 2 keys on average; documents isolated inside a sequence would
     make it less and are not looked at. `causal=False` counts the full square, as torch's counter and many published
-    utilisation figures do.
+    utilisation figures do. An encoder reads sequences of `sequence` positions, the decoder beside it its own rows.
     """
+    pairs = getattr(config, "multiplications", None)
+    if pairs is not None:
+        each, output = pairs(sequence, causal)
+        return float(2 * FORWARD_AND_BACKWARD * tokens_per_step / sequence * (sum(map(sum, each)) + output))
     context = (sequence + 1) / 2 if causal else sequence
     heads = config.head_size + getattr(config, "v_head_dim", config.head_size)  # scores, then values
     attention = 2 * config.num_attention_heads * heads * context

@@ -29,6 +29,7 @@ from isotron.core.parallel.split import model_costs
 from isotron.core.peaks import peak_flops
 from isotron.core.precision.scaler import LossScaler
 from isotron.data.build import build_segments, count_sources
+from isotron.data.spans import masking
 from isotron.launch import World, from_environment, init_distributed, shutdown, stamp
 from isotron.tokenizers.base import Tokenizer
 from isotron.tokenizers.build import build_tokenizer
@@ -226,6 +227,7 @@ def datasets(state: TrainState, tokenizer: Tokenizer | None, say: Callable[[str]
         say(f"isotron: the data is not what this run has read so far: {then} then, {now or 'made-up data'} now")
     eod = None if tokenizer is None else tokenizer.eod
     known: dict[str, Any] = {"vocab_size": vocab, "eod": eod, "tokenizer": tokenizer}
+    known["masking"] = masking(cfg.data, cfg.model, tokenizer)
     return build_segments(cfg.data, train.seed, state.segments, held_out, say, consumed=consumed, **known)
 
 

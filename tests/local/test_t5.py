@@ -118,14 +118,19 @@ def test_commands_convert_it_and_say_what_they_do_not(tmp_path: Path, capsys: py
     assert files[0].keys() == files[1].keys() and all(torch.equal(t, files[1][name]) for name, t in files[0].items())
     assert main(["inspect", str(ours)]) == 0
     capsys.readouterr()
-    for words in (
-        ["train", "--load", str(ours), "--mock-data"],
-        ["generate", "--load", str(tmp_path / "theirs"), "--prompt", "x"],
-    ):
-        assert main(words) == 2 and "commands train and run decoders alone" in capsys.readouterr().err
+    for verb, *words in (["generate", "--prompt", "x"], ["score", "--text", "x"], ["evaluate", "--task", "lambada=x"]):
+        assert main([verb, "--load", str(ours), *words]) == 2
+        assert "this command runs decoders alone" in capsys.readouterr().err
     assert main(["compare", str(ours), str(back)]) == 2 and "two streams of tokens" in capsys.readouterr().err
     assert main(["convert", str(ours), str(tmp_path / "m"), "--to", "megatron"]) == 2
-    assert main(["train", "--family", "t5", "--mock-data"]) == 2 and "--family t5" in capsys.readouterr().err
+    capsys.readouterr()
+    few = ["--mock-data", "--train-iters", "2", "--seq-length", "64", "--decoder-seq-length", "16", "--eval-iters", "1"]
+    assert main(["train", "--load", str(ours), *few, "--save", str(tmp_path / "run"), "--device", "cpu"]) == 0
+    assert "validation loss at iteration 2" in capsys.readouterr().out
+    assert main(["train", "--load", str(tmp_path / "run"), "--encoder-num-layers", "3"]) == 2
+    assert "the checkpoint's encoder_num_layers is 2" in capsys.readouterr().err
+    assert main(["train", "--family", "t5", *few, "--vocab-size", "4", "--device", "cpu"]) == 2
+    assert "3 sentinels below 4" in capsys.readouterr().err
 
 
 def test_layouts_that_are_not_for_two_streams_are_refused() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import time
+from pathlib import Path
 
 import pytest
 
@@ -19,6 +20,7 @@ BASE = (
     "--device cpu"
 )
 FILES = {f"{p}{end}" for p in ("corpus_text_document", "plain") for end in (".bin", ".idx")} | {"t.json", "v", "m", "."}
+SUMS = Path(__file__).parents[1] / "fixtures" / "sums_chosen.csv"
 
 # rule: (options that break it, options that satisfy it, facts)
 BOTH_SIDES: dict[str, tuple[str, str, dict]] = {
@@ -114,6 +116,9 @@ BOTH_SIDES: dict[str, tuple[str, str, dict]] = {
     "a device": ("--device cuda", "--device auto", {}),
     "shards divide the ranks": ("--dp 4 --zero-shard-size 3", "--dp 4 --zero-shard-size 2", {}),
     "weights that come and go": ("--dp 2 --max-live-parameters 1000", "--dp 2 --max-live-parameters 1000 --zero 3", {}),
+    "gradients that wait": ("--dp 2 --max-live-gradients 1000", "--dp 2 --max-live-gradients 1000 --zero 2", {}),
+    "one word on sums": (f"--pp 2 --dp 2 --zero 2 --global-batch-size 6 --schedule {SUMS} --max-live-gradients 9",
+                         f"--pp 2 --dp 2 --zero 2 --global-batch-size 6 --schedule {SUMS}", {}),
     "a share to offload": ("--optimizer-cpu-offload --optimizer-offload-fraction 1.5",
                            "--optimizer-cpu-offload --optimizer-offload-fraction 0.5", {}),
     "masters that can be offloaded": ("--optimizer-cpu-offload --master-remainders --dtype bfloat16",
@@ -187,7 +192,7 @@ BOTH_SIDES: dict[str, tuple[str, str, dict]] = {
         "--family t5 --fp32-residual-connection --dtype bfloat16", "--fp32-residual-connection --dtype bfloat16", {}),
 }  # fmt: skip
 # rules whose fix is something to do outside of this command, or that the test's world does not have
-OUTSIDE = ("data files", "tokenizer files")
+OUTSIDE = ("data files", "tokenizer files", "tasks of decoders")
 
 
 def facts_of(extra):

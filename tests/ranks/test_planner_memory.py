@@ -20,7 +20,7 @@ from isotron.planner.job import Job
 from isotron.planner.memory import states
 from isotron.planner.parameters import count_parameters, rank_stages
 
-TINY = [name for name in PRESETS if name.endswith("-tiny")]
+TINY = [name for name in PRESETS if name.endswith("-tiny") and name != "t5-tiny"]
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SMALL = {"make_vocab_size_divisible_by": 8, "ddp_bucket_size": 9000}
 

@@ -24,6 +24,7 @@ class T5Config:
     """Everything that changes the function of the weights. Sizes are global, never divided by a layout."""
 
     family = "t5"
+    two_streams = True  # an encoder reads one, a decoder another
 
     encoder_num_layers: int = option(12, "blocks of the encoder")
     decoder_num_layers: int = option(0, "blocks of the decoder; 0 means encoder_num_layers")
@@ -33,6 +34,10 @@ class T5Config:
     ffn_hidden_size: int = option(0, "width of the MLP; 0 means 4 x hidden_size")
     vocab_size: int = option(0, "real vocabulary entries; 0 means what the tokenizer has")
     max_position_embeddings: int = option(0, "longest sequence; 0 means seq_length", unit="tokens")
+    decoder_seq_length: int = option(
+        0, "tokens of the decoder's rows; 0 means what the masked spans of seq_length come to", unit="tokens"
+    )
+    decoder_start_token_id: int = option(0, "id that the decoder reads first")
     norm_epsilon: float = option(1e-6, "added to the mean square in RMSNorm")
     feed_forward_proj: str = option("relu", "MLP: relu, or gated-gelu (v1.1)", choices=("relu", "gated-gelu"))
     tie_embeddings: bool = option(True, "the output layer uses the embedding's weights, behind 1/sqrt(hidden_size)")
@@ -81,6 +86,20 @@ class T5Config:
     def output_factor(self) -> float:
         """Of what the output layer takes."""
         return float(self.hidden_size**-0.5) if self.tie_embeddings else 1.0
+
+    def multiplications(self, source: int, causal: bool = False) -> tuple[list[tuple[float, float]], float]:
+        """Multiply-adds of a pair with `source` tokens for the encoder: of each block its matrices and its scores, and
+        of the output layer. `causal`: the decoder's keys are counted as it sees them, not as the full square.
+        """
+        d, inner, target = self.hidden_size, self.num_attention_heads * self.head_size, self.decoder_seq_length
+        target = target or source
+        keys = (target + 1) / 2 if causal else target
+        own = 4.0 * inner * d + (2 + self.gated) * self.ffn * d
+        encoding = own * source, 2.0 * inner * source * source
+        across = 2.0 * inner * d * (target + source)
+        decoding = own * target + across, 2.0 * inner * target * (keys + source)
+        blocks = [encoding] * self.encoder_num_layers + [decoding] * self.decoder_layers
+        return blocks, float(d * self.vocab_size * target)
 
     def check_layout(self, layout: Any) -> None:
         """Refuse what is built for decoders alone, all of it at once."""

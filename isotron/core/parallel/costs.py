@@ -44,7 +44,7 @@ def modelled(config: Any, layout: Layout) -> tuple[int, ...]:
     split = split_layers(config.num_layers, layout, costs)
     rows = []
     for s, blocks in enumerate(split):
-        scores, all_ = costs.scores * len(blocks), sum(costs.blocks[i] for i in blocks)
+        scores, all_ = sum(costs.scores[i] for i in blocks), sum(costs.blocks[i] for i in blocks)
         head, other = (costs.head, costs.last - costs.head) if s == len(split) - 1 else (0.0, 0.0)
         matrices = all_ - scores + other
         again = all_ - unread_products(config, layout) * len(blocks) if layout.recompute == "full" else 0.0

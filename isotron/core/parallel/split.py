@@ -79,13 +79,13 @@ def layout_counts(text: str) -> list[int]:
 class LayerCosts:
     """Relative cost of every block, and of what the first and the last stage have besides.
 
-    `scores`: the share of each block that has no weights. `head`: the share of `last` that is the output layer.
+    `scores`: what of each block has no weights; empty where nothing is. `head`: what of `last` is the output layer.
     """
 
     blocks: tuple[float, ...]
     first: float = 0.0
     last: float = 0.0
-    scores: float = 0.0
+    scores: tuple[float, ...] = ()
     head: float = 0.0
 
 
@@ -93,8 +93,12 @@ def model_costs(config: Any) -> LayerCosts:
     """Multiply-adds per token from the layout table of a model: matrices, attention scores, the output layer.
 
     Blocks may differ (rules for single layer numbers count for those); of experts a token meets those that it visits;
-    looking up an embedding costs nothing. Modules that predict further tokens stand on the last stage.
+    looking up an embedding costs nothing. Modules that predict further tokens stand on the last stage. Of an encoder
+    and a decoder each block counts for the tokens of its own rows, so these are multiply-adds of a pair.
     """
+    if hasattr(config, "multiplications"):
+        pairs, output = config.multiplications(max(config.max_position_embeddings, 1))
+        return LayerCosts(tuple(m + s for m, s in pairs), 0.0, output, tuple(s for _, s in pairs), output)
     visited: Callable[[str], float] = getattr(config, "visited", lambda pattern: 1.0)
     rules = [rule for rule in config.layout(max(config.vocab_size, 1)).rules if len(rule.shape) >= 2]
     attention = float(config.num_attention_heads * config.head_size * max(config.max_position_embeddings, 0))
@@ -108,7 +112,7 @@ def model_costs(config: Any) -> LayerCosts:
     head = float(sum(prod(r.shape) for r in rules if r.pattern.startswith("head.")))
     head = (head or products("embed")) * (1 + depths)  # a tied output layer has no entry of its own
     ahead = sum(attention + products(f"mtp.{k}") for k in range(depths))
-    return LayerCosts(blocks, 0.0, head + ahead, attention, head)
+    return LayerCosts(blocks, 0.0, head + ahead, (attention,) * len(blocks), head)
 
 
 def balanced_counts(costs: LayerCosts, stages: int) -> list[int]:
