@@ -69,8 +69,13 @@ def scaled_model(config: RunConfig, layout: Layout) -> Any:
     decoupled = model.head_size * model.num_attention_heads != model.hidden_size
     numbered = config.layout.layers_per_stage or config.layout.pipeline_layout
     uneven = bool(model.num_layers % layout.stages) or bool(numbered)
+    blocks = 2 * layout.stages + uneven
     sizes: dict[str, Any] = {
-        "num_layers": 2 * layout.stages + uneven,
+        "num_layers": blocks,
+        "encoder_num_layers": blocks // 2,
+        "decoder_num_layers": blocks - blocks // 2,
+        "decoder_seq_length": SEQUENCE,
+        "relative_attention_max_distance": SEQUENCE,
         "num_attention_heads": heads,
         "hidden_size": heads * 8 + (16 if decoupled else 0),
         "ffn_hidden_size": 24 * layout.tp,
@@ -82,8 +87,9 @@ def scaled_model(config: RunConfig, layout: Layout) -> Any:
         "window_attn_skip_freq": min(getattr(model, "window_attn_skip_freq", 0), 2),
         "first_window_layer": int(getattr(model, "first_window_layer", 0) > 0),
     }
-    sizes |= scaled_experts(model, sizes["num_layers"], layout.tp, layout.ep)
-    small = replace(model, **{k: v for k, v in sizes.items() if hasattr(model, k)})
+    sizes |= scaled_experts(model, blocks, layout.tp, layout.ep)
+    fields = type(model).__dataclass_fields__
+    small = replace(model, **{k: v for k, v in sizes.items() if k in fields})
     return with_rotation(small) if hasattr(small, "rope_percent") else small
 
 
@@ -109,6 +115,7 @@ def scaled_case(config: RunConfig, inject: str = "") -> Case:
         3 * micro * layout.dp,
         isolate=config.data.reset_attention_mask or config.data.pack_documents,
         inject=inject,
+        source=SEQUENCE + SEQUENCE // 2 if getattr(config.model, "two_streams", False) else 0,
     )
 
 

@@ -18,10 +18,10 @@ from isotron.config.schema import RunConfig, changed
 from isotron.core.mesh import Mesh
 from isotron.train.dryrun.rank import RankReport, dry, measure, microbatches, rounds
 from isotron.train.dryrun.reasons import REASONS
-from tests import matrix, moe_matrix
+from tests import matrix, moe_matrix, t5_matrix
 
 ROOT = Path(__file__).resolve().parents[2]
-MODELS = {**matrix.MODELS, **moe_matrix.MODELS}
+MODELS = {**matrix.MODELS, **moe_matrix.MODELS, **t5_matrix.MODELS}
 EXACT = ("layers", "parameters", "weights", "gradients", "masters", "moments", "activations", "update")
 
 # what a rank of it keeps and sends does not depend on where tokens go
@@ -39,13 +39,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "CP2 heads": ("llama", {"cp": 2, "cp_comm_type": ("a2a",)}),
     "experts, TP2": ("groups", {"tp": 2}),
     "latent, PP2": ("mla", {"pp": 2}),
+    "two streams, TP2 x PP2": ("t5", {"tp": 2, "pp": 2, "sequence_parallel": True, "recompute": "full"}),
 }
 
 
 def config_of(name: str, axes: dict[str, Any], dtype: str = "bfloat16", batch: int = 2) -> RunConfig:
     """`batch`: microbatches of a step on a data-parallel rank."""
     layers = MODELS[name].num_layers if name in moe_matrix.MODELS else max(2, axes.get("pp", 1) * axes.get("vpp", 1))
-    model = replace(MODELS[name], max_position_embeddings=16, num_layers=layers)
+    if name in t5_matrix.MODELS:
+        model: Any = replace(MODELS[name], max_position_embeddings=16, decoder_seq_length=12)
+    else:
+        model = replace(MODELS[name], max_position_embeddings=16, num_layers=layers)
     if name in moe_matrix.MODELS:  # how many tokens a capacity drops is known when there are tokens
         model = replace(model, moe_expert_capacity_factor=0.0)
     base = RunConfig(model=model)
@@ -66,7 +70,7 @@ def calls(report: RankReport) -> dict[Any, tuple[int, int]]:
 
 
 # the others run with --slow
-QUICK = ("TP2+SP", "PP2 x 2 chunks", "DP2 ZeRO-1", "DP2 ZeRO-3", "CP2 ring", "experts, TP2")
+QUICK = ("TP2+SP", "DP2 ZeRO-1", "DP2 ZeRO-3", "CP2 ring", "experts, TP2", "two streams, TP2 x PP2")
 
 
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in CASES])

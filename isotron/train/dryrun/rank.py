@@ -26,6 +26,7 @@ from isotron.core import comm
 from isotron.core import device as devices
 from isotron.core.batch import Batch
 from isotron.core.mesh import Mesh
+from isotron.core.models.t5_config import T5Config
 from isotron.core.nn import blocks
 from isotron.core.nn.kernels import band
 from isotron.core.optim.build import make_optimizer
@@ -164,14 +165,18 @@ def measure(config: RunConfig, mesh: Mesh, count: int, echoes: bool = False) -> 
 
 
 def _batch(config: RunConfig, index: int) -> Batch:
-    """Full rows of one document each."""
-    b, s = config.train.micro_batch_size, config.data.seq_length
+    """Full rows of one document each; of a family with an encoder, its rows and the decoder's."""
+    b, e = config.train.micro_batch_size, config.data.seq_length
+    s = config.model.decoder_seq_length if isinstance(config.model, T5Config) else e
     tokens = (torch.arange(b * s).view(b, s) * 7 + index) % config.model.vocab_size
     rows = torch.arange(s).expand(b, -1)
     documents = (
         torch.zeros(b, s, dtype=torch.int64) if config.data.reset_attention_mask or config.data.pack_documents else None
     )
     batch = _Rows(tokens, tokens.clone(), torch.ones(b, s), rows, torch.arange(b) + index * b, documents)
+    if isinstance(config.model, T5Config):
+        source = (torch.arange(b * e).view(b, e) * 5 + index) % config.model.vocab_size
+        return replace(batch, source=source, source_lengths=torch.full((b,), e))
     if documents is not None:
         batch.__dict__["cuts"] = ((0, s),) * b
     return batch
