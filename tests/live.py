@@ -52,3 +52,24 @@ class Gathered(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.peak = max(self.peak, self.bytes)
         return func(*args, **(kwargs or {}))
+
+
+class Noted(TorchDispatchMode):
+    """Most bytes that noted tensors take at any operation, from `note` to `forget`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._noted: dict[int, int] = {}
+        self.peak = 0
+
+    def note(self, x: Tensor) -> None:
+        """Count its storage from now on."""
+        self._noted[x.untyped_storage()._cdata] = x.untyped_storage().nbytes()
+
+    def forget(self, storage: int) -> None:
+        """It is free."""
+        self._noted.pop(storage)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.peak = max(self.peak, sum(self._noted.values()))
+        return func(*args, **(kwargs or {}))

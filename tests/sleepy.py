@@ -55,14 +55,14 @@ class SleepyModule(nn.Module):
 def stage(number: int, stages: int, times: Times) -> Any:
     """What the runtime needs of a stage."""
     module = SleepyModule(number == 0, number == stages - 1, times)
-    flat = SimpleNamespace(watch=lambda: None, start_reduce=lambda: None)
+    flat = SimpleNamespace(watch=lambda last: None, start_reduce=lambda last: None)
     shapes = {"hidden": ((1, 4), torch.float32)}
     return SimpleNamespace(
         module=module,
         flat=flat,
         sinks=[module.sink],
         boundary_shapes=lambda batch, behind: shapes,
-        settle=lambda backward: None,
+        settle=lambda: None,
     )
 
 

@@ -39,7 +39,7 @@ AXES = {
     "frozen": (False, True),
     "recompute": ("none", "full"),
     "offload": (False, True),
-    "live": (0, 20_000, 10**9),  # weights that stay gathered: none, one stage of two on a rank, all
+    "live": (0, 20_000, 10**9),  # weights that stay gathered, gradients that wait: none, one stage of two, all
 }
 
 
@@ -63,6 +63,7 @@ def case_of(choice: Choice) -> Case:
         overlap_param_gather=overlap,
         ddp_bucket_size=3000,
         max_live_parameters=choice["live"],
+        max_live_gradients=choice["live"],
         **({**away, "offload_weights": zero == 3} if choice["offload"] else {}),
     )
     frozen = FROZEN if choice["frozen"] else ()

@@ -16,6 +16,7 @@ from isotron.core.errors import Problem, Refused, refuse
 from isotron.core.parallel.pipeline import registry
 from isotron.core.parallel.pipeline.draw import grid
 from isotron.core.parallel.pipeline.events import predicted, trace_file
+from isotron.core.parallel.pipeline.live import chooses_sums
 from isotron.core.parallel.pipeline.picture import svg
 from isotron.core.parallel.pipeline.study import Study, Target, study, target
 from isotron.core.parallel.pipeline.tables import is_file, read, to_csv
@@ -36,6 +37,13 @@ OWN = {
     ),
     "schedule_costs_from": Option("schedule_costs_from", "str", "", "take them from a trace of isotron train --trace"),
     "target_bubble": Option("target_bubble", "float", 0.0, "also say what batch gives this bubble, in percent"),
+    "zero": Option("zero", "int", 0, "2 or 3: show when gradients of stages are summed, and weights gathered"),
+    "max_live_gradients": Option(
+        "max_live_gradients", "int", 0, "under zero 2 and 3, gradients that may wait on a rank", unit="stages"
+    ),
+    "max_live_parameters": Option(
+        "max_live_parameters", "int", 0, "under zero 3, weights that may stay gathered on a rank", unit="stages"
+    ),
     "svg": Option("svg", "str", "", "write the picture to this file"),
     "trace": Option("trace", "str", "", "write a trace for Perfetto or chrome://tracing to this file"),
     "table": Option("table", "str", "", "write the table to this file, .txt or .csv; --schedule FILE trains with it"),
@@ -43,6 +51,7 @@ OWN = {
     **JSON,
 }
 KEY = "> forward, < backward or input gradient, w weight gradient, . idle; letters tell a rank's stages apart"
+SUMS = "\nbelow: when gradients of a stage are summed over data-parallel ranks (r, or its letter)"
 
 
 def run(words: Sequence[str]) -> int:
@@ -63,6 +72,9 @@ def run(words: Sequence[str]) -> int:
         study(name, p, m, v, values["microbatch_group"], values["schedule_memory"], values["schedule_costs"])
         for v in stages
     ]
+    if values["zero"] >= 2:
+        live = values["max_live_parameters"] if values["zero"] == 3 else 0
+        studies = [s.sharded(values["max_live_gradients"], live) for s in studies]
     if not 0 <= values["target_bubble"] < 100:
         asked = f"--target-bubble {values['target_bubble']:g}"
         raise refuse(asked, "a bubble is a share of a step, in percent above 0 and below 100", "--target-bubble 15")
@@ -112,6 +124,14 @@ def _problems(name: str, values: dict[str, Any], doubtful: set[str]) -> list[Pro
         if values[leaf] and not values[leaf].endswith(end):
             flag = OWN[leaf].flag
             found.append(Problem(f"{flag} {values[leaf]}", f"the file is written as {end}", f"{flag} schedule{end}"))
+    zero = values["zero"]
+    if zero not in (0, 1, 2, 3):
+        found.append(Problem(f"--zero {zero}", "what is sharded is 0, 1, 2 or 3", "--zero 2"))
+    for leaf, least in (("max_live_gradients", 2), ("max_live_parameters", 3)):
+        if values[leaf] < 0 or (values[leaf] and zero < least):
+            asked = f"{OWN[leaf].flag} {values[leaf]} --zero {zero}"
+            case = f"a number of stages, under zero {least} or more; elsewhere all of them are kept"
+            found.append(Problem(asked, case, f"{OWN[leaf].flag} 1 --zero {least}"))
     if values["table"] and not is_file(values["table"]):
         found.append(Problem(f"--table {values['table']}", "a table is .txt or .csv", "--table schedule.csv"))
     return found
@@ -149,7 +169,8 @@ def _lines(studies: list[Study], wanted: list[Target], values: dict[str, Any]) -
         per_step += f" ({values['global_batch_size']} sequences / {values['micro_batch_size']} x {values['dp']})"
     lines = [f"{first.table.name}: {first.p} ranks, {per_step}, stages on ranks {_placed(first)}", ""]
     if len(studies) == 1:
-        lines += [*_cut(grid(first.table, first.costs), values["width"]), KEY, ""]
+        key = KEY + (SUMS if chooses_sums(first.table) else "")
+        lines += [*_cut(grid(first.table, first.costs), values["width"]), key, ""]
     head = f"{'schedule':<14} {'stages/rank':>11} {'bubble':>9} {'own idle':>9} {'kept':>8} {'time':>10} {'waits':>8}"
     lines.append(head)
     for s in studies:
@@ -162,10 +183,22 @@ def _lines(studies: list[Study], wanted: list[Target], values: dict[str, Any]) -
         lines += ["", f"measured: --schedule-costs {','.join(map(str, values['schedule_costs']))}"]
     lines += ["", "bubble: idle over busy time; own idle: between a rank's own first and last action, at most;"]
     lines += ["kept: activations in microbatches of a whole rank, at most; waits: for transfers alone, at most"]
+    if values["zero"] >= 2:
+        lines += [_sharded_line(s, values["zero"]) for s in studies]
     for s, t in _beside(studies, wanted):
         if t is not None:
             lines.append(_target_line(s, t, values))
     return lines
+
+
+def _sharded_line(s: Study, zero: int) -> str:
+    """What a rank of a sharded run sums, keeps waiting and gathers, in gradients and weights of a stage."""
+    report = s.report
+    found = (
+        f"zero {zero}, {s.table.name}: a rank sums gradients of {max(report.sums):g} stages in a step, and those of "
+    )
+    found += f"{max(report.waiting):g} wait at most"
+    return found + (f"; it gathers weights of {max(report.gathers):g} and holds {max(report.gathered):g}" * (zero == 3))
 
 
 def _placed(s: Study) -> str:

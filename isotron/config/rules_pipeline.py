@@ -7,6 +7,7 @@ from isotron.config.schema import RunConfig
 from isotron.core.errors import Problem, Refused
 from isotron.core.parallel.costs import costed
 from isotron.core.parallel.pipeline import library, registry, tables
+from isotron.core.parallel.pipeline.live import chooses_sums
 from isotron.core.parallel.pipeline.simulate import simulate
 from isotron.core.parallel.split import layout_counts
 
@@ -60,6 +61,21 @@ def _file_problem(c: RunConfig) -> Problem | None:
 
 def _table_file(c: RunConfig, f: Facts) -> Problem:
     return _file_problem(c) or Problem(asked(c, "schedule"), "it does not fit", "--schedule auto")
+
+
+def _sums_twice_said(c: RunConfig) -> bool:
+    """Whether a table says when gradients are summed, and a budget too."""
+    if not c.layout.max_live_gradients or not tables.is_file(c.layout.schedule):
+        return False
+    try:
+        return chooses_sums(tables.read(c.layout.schedule))
+    except Refused:
+        return False  # of the table, which has its own rule
+
+
+def _sums_twice(c: RunConfig, f: Facts) -> Problem:
+    case = "the table reduces a stage more than once: it says itself which gradients wait"
+    return Problem(asked(c, "schedule", "max_live_gradients"), case, "--max-live-gradients 0")
 
 
 def _search(c: RunConfig, f: Facts) -> Problem:
@@ -152,6 +168,7 @@ PIPELINE_RULES: tuple[Rule, ...] = (
          lambda c, f: c.layout.pp > 1 and c.layout.chunks != 2 and _per_rank(c) == "two", _two_per_rank),
     Rule("a table that fits", ("schedule", "pp", "vpp", "global_batch_size", "micro_batch_size", "dp"),
          lambda c, f: _file_problem(c) is not None, _table_file),
+    Rule("one word on sums", ("schedule", "max_live_gradients"), lambda c, f: _sums_twice_said(c), _sums_twice),
     Rule("a schedule to search", ("schedule", "schedule_memory", "pp"),
          lambda c, f: c.layout.schedule_memory > 0 and (c.layout.schedule != "auto" or c.layout.pp == 1), _search),
     Rule("a search that finds", ("schedule", "schedule_memory", "schedule_costs", "pp", "vpp", "dp",

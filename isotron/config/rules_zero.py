@@ -33,6 +33,11 @@ def _live_weights(c: RunConfig, f: Facts) -> Problem:
     return Problem(asked(c, "max_live_parameters", "zero", "dp"), case, "--max-live-parameters 0")
 
 
+def _live_gradients(c: RunConfig, f: Facts) -> Problem:
+    case = "gradients wait for a sum under zero 2 and 3 only, elsewhere all of them are kept"
+    return Problem(asked(c, "max_live_gradients", "zero", "dp"), case, "--max-live-gradients 0")
+
+
 def _sums(c: RunConfig, f: Facts) -> Problem:
     case = "gradients add up in float32 or wider, or in the type of 16-bit weights"
     return Problem(asked(c, "main_grads_dtype", "dtype"), case, "--main-grads-dtype auto")
@@ -74,6 +79,8 @@ ZERO_RULES: tuple[Rule, ...] = (
          lambda c, f: c.layout.zero_shard_size > 0 and c.layout.zero_stage == 0, _shard_nothing),
     Rule("weights that come and go", ("max_live_parameters", "zero", "dp"),
          lambda c, f: c.layout.max_live_parameters > 0 and c.layout.zero_stage < 3, _live_weights),
+    Rule("gradients that wait", ("max_live_gradients", "zero", "dp"),
+         lambda c, f: c.layout.max_live_gradients > 0 and c.layout.zero_stage < 2, _live_gradients),
     Rule("sums of gradients", ("main_grads_dtype", "dtype"),
          lambda c, f: c.layout.main_grads_dtype not in ("auto", c.train.dtype), _sums),
     Rule("a share to offload", ("optimizer_offload_fraction",),

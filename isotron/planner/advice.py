@@ -80,7 +80,8 @@ def _sharing(job: Job, node: int) -> list[str]:
         what = "weights and gradients" if layout.zero_stage == 3 else "gradients"
         found.append(
             f"--zero {layout.zero} with --pp {layout.pp}: {what} of every stage are sent for each of the "
-            f"{job.microbatches} microbatches; --zero 1 sends them once"
+            f"{job.microbatches} microbatches; --zero 1 sends them once, and so does a budget of what may stay: "
+            f"--max-live-gradients" + (" and --max-live-parameters" if layout.zero_stage == 3 else "")
         )
     if layout.cp > 1 and job.seq // layout.cp < SHORT_PART:
         found.append(

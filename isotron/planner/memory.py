@@ -13,11 +13,11 @@ from math import prod
 
 from isotron.core.parallel.offload import hosted
 from isotron.core.parallel.pipeline.actions import Kind, Schedule
-from isotron.core.parallel.pipeline.passes import with_weights
+from isotron.core.parallel.pipeline.live import with_sums, with_weights
 from isotron.core.parallel.plan import Layout
 from isotron.planner.activations import block_bytes, stage_bytes
 from isotron.planner.job import Job
-from isotron.planner.live import gathered_elements, live_bytes
+from isotron.planner.live import gathered_elements, live_bytes, summed_elements
 from isotron.planner.parameters import StagePart, rank_stages
 
 LOSS_CHUNK = 64 << 20  # bytes of logits at hand (core/nn/logits.py)
@@ -94,8 +94,13 @@ def plan_memory(job: Job, context: float = 0.0) -> list[Bytes]:
     table = job.table()
     every = [rank_stages(job.config, job.layout, r) for r in range(job.layout.pp)]
     kept = activation_peaks(job, table, every)
-    sizes = {p.number: sum(gathered_elements(p).values()) for parts in every for p in parts}
+    flat = [p for parts in every for p in parts]
+    if job.layout.zero_stage >= 2:
+        table = with_sums(
+            table, {p.number: n for p in flat if (n := summed_elements(p))}, job.layout.max_live_gradients
+        )
     if job.layout.zero_stage == 3 and job.layout.max_live_parameters:
+        sizes = {p.number: sum(gathered_elements(p).values()) for p in flat}
         table = with_weights(table, sizes, job.layout.max_live_parameters)
     whole = [_whole(job, states(job, parts), parts, kept[r], context) for r, parts in enumerate(every)]
     return [replace(b, gathered=live_bytes(job, table, r, every[r])) for r, b in enumerate(whole)]

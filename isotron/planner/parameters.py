@@ -43,7 +43,7 @@ _OPTIONAL = (
 
 @dataclass(frozen=True)
 class StagePart:
-    """A stage as one rank holds it: local shapes in buffer order, and the buckets they are cut into."""
+    """A stage as one rank holds it: local shapes in the order of its modules, and the buckets they are cut into."""
 
     number: int
     layers: range
@@ -107,8 +107,7 @@ def _part(
     kinds = {n: classes.of(n, p) for n, p in placed.items()}
     ways = {DENSE: layout.shard_ranks, EXPERTS: layout.expert_shard_ranks}
     spans = cut_buckets(shapes, kinds, layout.ddp_bucket_size, ways)
-    order = [n for span in spans for n in span.names]
-    return StagePart(number, layers, {n: placed[n] for n in order}, tuple(spans))
+    return StagePart(number, layers, placed, tuple(spans))
 
 
 def stage_names(table: Table, layers: range, first: bool, last: bool) -> Iterator[str]:

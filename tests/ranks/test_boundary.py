@@ -91,11 +91,9 @@ def run_steps(name: str, p: int, v: int, forget: str = "") -> list[tuple[float, 
     for s in plan(name, p, 1, v).stages_of(rank):
         module = EncoderDecoder(s, p * v)
         module.forget = forget
-        flat = SimpleNamespace(watch=lambda: None, start_reduce=lambda: None)
+        flat = SimpleNamespace(watch=lambda last: None, start_reduce=lambda last: None)
         shapes = shapes_of(module.middle)
-        own[s] = SimpleNamespace(
-            module=module, flat=flat, sinks=[], boundary_shapes=shapes, settle=lambda backward: None
-        )
+        own[s] = SimpleNamespace(module=module, flat=flat, sinks=[], boundary_shapes=shapes, settle=lambda: None)
     runtime = Runtime(own, Mesh(rank, pp=p).group("pp"), overlap=False)
     found = []
     for count in STEPS:

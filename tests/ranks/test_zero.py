@@ -11,8 +11,9 @@ import pytest
 
 from isotron.core.models.llama_config import LlamaConfig
 from isotron.core.optim.config import OptimConfig
+from isotron.core.parallel.pipeline.simulate import Costs, simulate
 from isotron.core.parallel.plan import Layout
-from isotron.planner.live import gathered_elements
+from isotron.planner.live import gathered_elements, open_gradients, summed_elements
 from isotron.planner.parameters import count_parameters, rank_stages
 from isotron.train.verify import Case, measure
 from tests.covering import Case as Choice
@@ -25,7 +26,7 @@ from tests.ranks.zero_bodies import (
     gather_counts,
     gathered_peaks,
     offloaded_bits,
-    open_gradients,
+    opened_gradients,
     states_of_stages,
     trained_bits,
     two_groups,
@@ -74,11 +75,12 @@ def small(zero: int, **layout: Any) -> Case:
     return replace(case, layout=replace(case.layout, **layout))
 
 
-@pytest.mark.parametrize("zero", [1, 2, 3])
-def test_overlap_changes_no_bit(ranks: Callable[..., list[Any]], zero: int) -> None:
-    case = replace(small(zero), dtype="float32")
+@pytest.mark.parametrize(("zero", "more"), [(1, {}), (2, {"max_live_gradients": 20_000, "pp": 2, "vpp": 2}), (3, {})])
+def test_overlap_changes_no_bit(ranks: Callable[..., list[Any]], zero: int, more: dict[str, int]) -> None:
+    case = replace(small(zero, **more), dtype="float32")
     off = replace(case, layout=replace(case.layout, overlap_grad_reduce=False, overlap_param_gather=False))
-    assert ranks(2, trained_bits, case) == ranks(2, trained_bits, off)
+    world = case.layout.world
+    assert ranks(world, trained_bits, case) == ranks(world, trained_bits, off)
 
 
 @pytest.mark.parametrize("zero", [1, 3])
@@ -192,10 +194,50 @@ def test_weights_that_stay_are_gathered_once(ranks: Callable[..., list[Any]]) ->
     assert counts[0] > counts[1] > counts[2] == ranks(4, gather_counts, case)[0][2]
 
 
+@pytest.mark.parametrize(
+    ("schedule", "vpp", "model"), [("1f1b", 1, "llama"), ("interleaved", 2, "gpt"), ("zbv", 2, "llama")]
+)
+def test_open_gradients_are_those_of_the_table(
+    ranks: Callable[..., list[Any]], schedule: str, vpp: int, model: str
+) -> None:
+    """At every operation, to the byte; what is reduced as the simulator counts it."""
+    before = []
+    for budget in (0, 20_000, 10**9):
+        axes = {"pp": 2, "vpp": 1 if schedule == "zbv" else vpp, "schedule": schedule, "max_live_gradients": budget}
+        case = replace(small(2, overlap_grad_reduce=False, **axes), model=MODELS[model])
+        found = ranks(4, opened_gradients, case)
+        for at, opened in enumerate(found):
+            rank = at // 2
+            parts = rank_stages(case.model, case.layout, rank)
+            assert opened.stages == {p.number: summed_elements(p) for p in parts}
+            table = case.layout.table(3, gradients=opened.stages)
+            sizes = [opened.stages.get(s, 0) for s in range(table.stages)]
+            report = simulate(table, Costs(gradients=sizes))
+            assert opened.peak == 8 * open_gradients(table.ranks[rank], parts, table.stages - 1), (budget, at)
+            assert opened.reduced == report.sums[rank] or (schedule == "zbv" and opened.reduced < report.sums[rank])
+            assert report.waiting[rank] <= budget  # what the next microbatch's B has formed goes with a REDUCE
+            if budget == 10**9 and schedule != "zbv":
+                assert opened.peak == 8 * report.waiting[rank] and opened.reduced == sum(opened.stages.values())
+        before.append([opened.reduced for opened in found])
+    assert all(often >= some >= once and often > once for often, some, once in zip(*before, strict=True))
+
+
+def test_a_table_of_ones_own_says_when_gradients_are_summed(ranks: Callable[..., list[Any]]) -> None:
+    table = Path(__file__).parents[1] / "fixtures" / "sums_chosen.csv"
+    case = small(2, pp=2, schedule=str(table))
+    found = ranks(4, measure, case)[0]
+    assert not faults(found, reference_of(case)) and not found.differing
+    for opened in ranks(4, opened_gradients, case):
+        assert opened.reduced == 2 * sum(opened.stages.values())
+
+
 def test_few_buckets_of_gradients_are_open(ranks: Callable[..., list[Any]]) -> None:
-    for overlap, buckets in ((True, 2), (False, 1)):
-        for most, largest, whole in ranks(2, open_gradients, small(2, overlap_grad_reduce=overlap)):
-            assert largest <= most <= (buckets + 2) * largest < whole
+    for overlap, flying in ((True, 1), (False, 0)):
+        case = replace(small(2, overlap_grad_reduce=overlap), model=MODELS["llama"])
+        (part,) = rank_stages(case.model, case.layout, 0)
+        planned = 8 * open_gradients(case.layout.table(3, gradients={0: summed_elements(part)}).ranks[0], [part], 0)
+        for opened in ranks(2, opened_gradients, case):
+            assert planned <= opened.peak <= planned + 8 * flying * opened.largest < 8 * summed_elements(part)
 
 
 def test_a_class_of_parameters_chooses_its_ranks(ranks: Callable[..., list[Any]]) -> None:

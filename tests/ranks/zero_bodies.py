@@ -31,7 +31,7 @@ from isotron.core.precision.scaler import LossScaler
 from isotron.train.state import TrainState, saved_tensors
 from isotron.train.step import train_step
 from isotron.train.verify import Case, _assemble, microbatches
-from tests.live import Gathered, Live
+from tests.live import Gathered, Live, Noted
 from tests.ranks.bodies import build, steps_of
 
 SCHEDULE = ScheduleConfig(lr=1e-2, lr_decay_style="constant")
@@ -180,33 +180,52 @@ def gather_counts(case: Case) -> tuple[int, int, int]:
     return gathered, sum(b.whole.numel() for back, b in units if not back), sum(s.gathered_elements for s in stages)
 
 
-def open_gradients(case: Case) -> tuple[int, int, int]:
-    """Most elements of unreduced gradients at once (the tied embedding, one that fills, those under way), of the
-    largest bucket, and of all.
+@dataclass
+class Opened:
+    """Of a step: most bytes of unreduced gradients at any operation, elements that were reduced, those of the rank's
+    stages, and those of the largest bucket.
     """
+
+    peak: int
+    reduced: int
+    stages: dict[int, int]
+    largest: int
+
+
+def opened_gradients(case: Case) -> Opened:
+    """What is open when: from the making of its memory until its sum is there (a thread of gloo may hold it longer)."""
     model = build(case)
-    (stage,) = model.stages.values()
-    most = 0
-    opened, start = Bucket._opened, Flat._start
-    flying: list[int] = []
+    flats = [stage.flat for stage in model.stages.values()]
+    reduced, opened, reduce, land, noted = 0, Bucket._opened, Bucket.reduce, Flat._land, Noted()
+    flying: dict[int, list[int]] = {id(flat): [] for flat in flats}
+    flat_of = {id(b): id(flat) for flat in flats for b in flat.buckets}
 
-    def open_now() -> int:
-        return sum(b.stop - b.start for b in stage.flat.buckets if b.is_open)
-
-    def watched(self: Bucket) -> torch.Tensor:
-        nonlocal most
+    def note(self: Bucket) -> torch.Tensor:
         full = opened(self)
-        most = max(most, open_now() + sum(flying[-len(stage.flat._flying) :] if stage.flat._flying else []))
+        noted.note(full)
         return full
 
-    def started(self: Flat, bucket: Bucket) -> None:
-        flying.append(bucket.stop - bucket.start)
-        start(self, bucket)
+    def count(self: Bucket) -> Any:
+        nonlocal reduced
+        reduced += self.stop - self.start
+        flying[flat_of[id(self)]].append(self._opened().untyped_storage()._cdata)
+        return reduce(self)
 
-    with patch.object(Bucket, "_opened", watched), patch.object(Flat, "_start", started):
+    def landed(self: Flat, left: int) -> None:
+        land(self, left)
+        while len(flying[id(self)]) > len(self._flying):
+            noted.forget(flying[id(self)].pop(0))
+
+    with (
+        patch.object(Bucket, "_opened", note),
+        patch.object(Bucket, "reduce", count),
+        patch.object(Flat, "_land", landed),
+        noted,
+    ):
         model.forward_backward(microbatches(case, 0, model.mesh.group("dp")), 1.0)
-    sizes = [b.stop - b.start for b in stage.flat.buckets]
-    return most, max(sizes), sum(sizes)
+    sizes = [b.stop - b.start for flat in flats for b in flat.buckets if b.streams]
+    stages = {number: stage.summed_elements for number, stage in model.stages.items()}
+    return Opened(noted.peak, reduced, stages, max(sizes, default=0))
 
 
 def two_groups(zero: int) -> tuple[dict[str, float], dict[str, int]]:

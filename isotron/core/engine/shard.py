@@ -188,13 +188,13 @@ class Sharded:
         if not self._begun:
             self._begun, self._finished = True, False
             for flat in self.flats:
-                flat.begin()
+                flat.begin(at_once=True)
 
     def last_backward(self) -> None:
         """The next backward is the last of the step: what it completes is reduced while it goes on."""
         self._begin()
         for flat in self.flats:
-            flat.watch()
+            flat.watch(last=True)
 
     def _take_gradient(self, name: str) -> Callable[[Tensor], None]:
         unit = self._unit_of[name]
@@ -226,7 +226,7 @@ class Sharded:
         for flat in self.flats:
             for bucket in flat.buckets:
                 if bucket.is_open:
-                    flat.start_reduce()
+                    flat.start_reduce(last=False)
 
     @torch.no_grad()
     def finish(self) -> None:

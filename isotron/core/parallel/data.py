@@ -109,6 +109,7 @@ class Flat:
             self._adopt(self.buckets[-1])  # one at a time: until then the memory of the whole bucket is there
         self._bucket_of_sink = {id(s): b for b in self.buckets for s in b.sinks}
         self._flying: deque[comm.Pending] = deque()
+        self._at_once = False
         with torch.no_grad():
             for view in self.held():
                 fill(view.placed, view.box, view.weight.view(view.box.shape))
@@ -151,17 +152,22 @@ class Flat:
 
     # ---- gradients -------------------------------------------------------------------------------------------------
 
-    def begin(self) -> None:
-        """A new step: nothing has been accumulated."""
+    def begin(self, at_once: bool = False) -> None:
+        """A new step: nothing has been accumulated. `at_once`: nobody says when gradients are reduced that are not kept
+        whole (ZeRO-2 and 3), so each bucket is when it is full.
+        """
+        self._at_once = at_once
         for bucket in self.buckets:
             bucket.begin()
-            if bucket.streams:
+            if bucket.streams and at_once:
                 self._watch(bucket)
 
-    def watch(self) -> None:
-        """The last microbatch's backward is about to run: reduce each bucket when its last gradient is written."""
+    def watch(self, last: bool) -> None:
+        """The last gradients before a `start_reduce` are about to be written: start each bucket at its last one.
+        `last`: what is kept whole is complete then, too.
+        """
         for bucket in self.buckets:
-            if not bucket.streams:
+            if bucket.streams or last:
                 self._watch(bucket)
 
     def _watch(self, bucket: Bucket) -> None:
@@ -177,32 +183,33 @@ class Flat:
         if not bucket.waiting and (bucket.is_open or not bucket.streams):
             self._start(bucket)
 
-    def settle(self) -> None:
-        """A backward of the stage is over: what is written at both of its ends is complete (ZeRO-2 and 3)."""
+    def start_reduce(self, last: bool) -> None:
+        """A REDUCE of the table: start what has not started and need not wait for the end of the step."""
         for bucket in self.buckets:
-            if bucket.span.kind.tied and bucket.is_open:
+            due = bucket.is_open if bucket.streams else last and bucket.reducing is None and not bucket.span.kind.tied
+            if bucket.trained and due:
                 self._start(bucket)
+            elif bucket.streams:
+                self._unwatch(bucket)
 
-    def start_reduce(self) -> None:
-        """The stage's last gradient is there: start what has not started and need not wait for the table's end."""
-        for bucket in self.buckets:
-            missing = bucket.is_open if bucket.streams else bucket.reducing is None
-            if bucket.trained and missing and not bucket.span.kind.tied:
-                self._start(bucket)
+    @staticmethod
+    def _unwatch(bucket: Bucket) -> None:
+        for sink in bucket.sinks:
+            sink.on_write = None
 
     def _start(self, bucket: Bucket) -> None:
         pending = bucket.reduce()
+        self._unwatch(bucket)
         if not bucket.streams:
             bucket.reducing = pending
-            for sink in bucket.sinks:
-                sink.on_write = None
             return
         self._flying.append(pending)
         self._land(1 if self.plan.overlap else 0)
-        self._watch(bucket)
+        if self._at_once:
+            self._watch(bucket)
 
     def _land(self, left: int) -> None:
-        """Wait until at most so many microbatch gradients are under way."""
+        """Wait until at most so many sums of microbatches are under way."""
         while len(self._flying) > left:
             self._flying.popleft().wait()
 

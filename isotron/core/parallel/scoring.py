@@ -53,9 +53,9 @@ class _Asked:
         """As in training."""
         return self.stage.boundary_shapes(batch, behind)
 
-    def settle(self, backward: bool) -> None:
+    def settle(self) -> None:
         """As in training."""
-        self.stage.settle(backward)
+        self.stage.settle()
 
     def gather(self, wanted: bool) -> None:
         """As in training."""

@@ -65,12 +65,10 @@ class Stage:
         """Where the gradients of the parameters that it uses go, those of another stage of this rank too."""
         return [sink for p in self.module.parameters() if (sink := sink_of(p)) is not None]
 
-    def settle(self, backward: bool) -> None:
-        """A forward or a backward of the stage is over: what was gathered or gathered up for it goes."""
+    def settle(self) -> None:
+        """A forward or a backward of the stage is over: what was gathered for it goes."""
         if self.units is not None:
             self.units.settle()
-        if backward:
-            self.flat.settle()
 
     def gather(self, wanted: bool) -> None:
         """Start to gather all weights and keep them, or let them go."""
@@ -82,6 +80,11 @@ class Stage:
         """Weights that come and go (ZeRO-3)."""
         buckets = [] if self.units is None else [b for unit in self.units.units.values() for b in unit.buckets]
         return sum(b.whole.numel() for b in {id(b): b for b in buckets if b.lean}.values())
+
+    @property
+    def summed_elements(self) -> int:
+        """Gradients that are not kept whole (ZeRO-2 and 3)."""
+        return sum(b.stop - b.start for b in self.flat.buckets if b.streams and b.trained)
 
     def recompute(self, wanted: bool) -> None:
         """Under full recompute: whether the next forward keeps only the inputs of its recomputed units."""

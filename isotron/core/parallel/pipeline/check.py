@@ -20,6 +20,7 @@ def check(schedule: Schedule) -> dict[Key, Where]:
     where = places(schedule)
     _complete(schedule, where)
     _come_and_go(schedule)
+    _sums(schedule)
     for first, then in _precedences(schedule, where):
         if where[first].position >= where[then].position:
             case = f"it does not come after {name(first)}, which it needs"
@@ -55,7 +56,7 @@ def _in_range(schedule: Schedule) -> None:
             if part.microbatch is not None and not 0 <= part.microbatch < schedule.microbatches:
                 case = f"there are {schedule.microbatches} microbatches, counted from 0"
                 raise wrong(schedule, rank, str(part), case, f"a microbatch below {schedule.microbatches}")
-            if key in seen and part.kind not in (Kind.UNSHARD, Kind.RESHARD):
+            if key in seen and part.kind not in (Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE):
                 raise wrong(schedule, rank, str(part), "it is there twice", "each action once")
             seen.add(key)
 
@@ -82,6 +83,19 @@ def _come_and_go(schedule: Schedule) -> None:
                 live ^= {a.stage}
         for stage in sorted(live):
             raise wrong(schedule, rank, f"UNSHARD{stage}", "the weights stay after the step", f"RESHARD{stage} at last")
+
+
+def _sums(schedule: Schedule) -> None:
+    """Something has been added since the last REDUCE of a stage."""
+    for rank, row in enumerate(schedule.ranks):
+        added: set[int] = set()
+        for a in row:
+            added |= {part.stage for part in a.parts if part.kind in (Kind.B, Kind.W)}
+            if a.kind is Kind.REDUCE and a.stage not in added:
+                case = "there is no gradient of the stage before it, or none since the last one"
+                raise wrong(schedule, rank, str(a), case, "leave it out, or after the last gradient of a microbatch")
+            if a.kind is Kind.REDUCE:
+                added.discard(a.stage)
 
 
 def _precedences(schedule: Schedule, where: dict[Key, Where]) -> Iterator[tuple[Key, Key]]:

@@ -1,4 +1,4 @@
-"""From a table of compute actions to a table that can run: transfers, reductions, weights that come and go.
+"""From a table of compute actions to a table that can run: transfers and reductions.
 
 PURE. Notable: how transfers are placed, and why nobody can wait for ever.
 
@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
 from math import inf
 
 from isotron.core.errors import refuse
@@ -71,57 +70,6 @@ def with_communication(schedule: Schedule) -> Schedule:
                 out += calls[rank, done]
         rows.append(tuple(out))
     return Schedule(schedule.name, tuple(rows), schedule.placement, schedule.microbatches)
-
-
-def with_weights(schedule: Schedule, sizes: Mapping[int, int], budget: int) -> Schedule:
-    """Adds UNSHARD and RESHARD (ZeRO-3): a stage's weights stay gathered from one use to the next while those of a rank
-    together are at most `budget` elements.
-
-    `sizes`: elements of a stage, of those stages whose rows matter. A stage that does not fit alone gets no actions: it
-    gathers block by block. When room is needed, the stage that is used last of all goes. Weights are asked for one
-    compute action ahead where there is room for both.
-    """
-    fits = {stage: size for stage, size in sizes.items() if size <= budget}
-    rows = tuple(_with_weights(row, fits, budget) for row in schedule.ranks)
-    return Schedule(schedule.name, rows, schedule.placement, schedule.microbatches)
-
-
-def _with_weights(row: tuple[Action, ...], sizes: Mapping[int, int], budget: int) -> tuple[Action, ...]:
-    uses = [[p.stage for p in a.parts if p.kind in (Kind.F, Kind.B) and p.stage in sizes] for a in row]
-    ahead: dict[int, list[int]] = defaultdict(
-        list
-    )  # stage -> places of its uses that are still to come, last one first
-    for place in range(len(row) - 1, -1, -1):
-        for stage in uses[place]:
-            ahead[stage].append(place)
-    live: dict[int, int] = {}
-    out: list[Action] = []
-    for place, action in enumerate(row):
-        following = next((uses[i] for i in range(place + 1, len(row)) if row[i].computes), [])
-        for stage in uses[place]:
-            for gone in _leaving(live, sizes[stage] * (stage not in live), budget, ahead, uses[place]):
-                out.append(Action(Kind.RESHARD, gone))
-        for stage in dict.fromkeys([*uses[place], *(following if action.computes else [])]):
-            if stage not in live and sum(live.values()) + sizes[stage] <= budget:
-                live[stage] = sizes[stage]
-                out.append(Action(Kind.UNSHARD, stage))
-        out.append(action)
-        for stage in uses[place]:
-            ahead[stage].pop()
-        done = [stage for stage in live if not ahead[stage]]
-        out += [Action(Kind.RESHARD, stage) for stage in done]
-        live = {stage: size for stage, size in live.items() if stage not in done}
-    return tuple(out)
-
-
-def _leaving(
-    live: dict[int, int], more: int, budget: int, ahead: Mapping[int, list[int]], needed: list[int]
-) -> Iterator[int]:
-    """Takes stages out of `live` until there is room for `more` elements, those first that are needed last."""
-    others = sorted((stage for stage in live if stage not in needed), key=lambda stage: ahead[stage][-1])
-    while others and sum(live.values()) + more > budget:
-        live.pop(others[-1])
-        yield others.pop()
 
 
 def _calls(bare: Schedule) -> dict[tuple[int, int], list[Action]]:

@@ -8,7 +8,9 @@ from isotron.core.parallel.pipeline.actions import Action, Kind, Schedule
 from isotron.core.parallel.pipeline.simulate import Report
 
 FILL = {Kind.F: ("#4a7fc1", "#9dbde3"), Kind.B: ("#3f9b57", "#9fd3ad"), Kind.W: ("#c98a2b", "#eccb98")}
+MARKS = {Kind.REDUCE: "#c22", Kind.UNSHARD: "#222", Kind.RESHARD: "#888"}
 NAMES = {Kind.F: "forward", Kind.B: "backward or input gradient", Kind.W: "weight gradient"}
+NAMES |= {Kind.REDUCE: "gradients reduced", Kind.UNSHARD: "weights gathered", Kind.RESHARD: "weights dropped"}
 LEFT, LINE, WIDTH = 60, 24, 1200
 STYLE = "text{font:10px sans-serif;fill:#111}.n{font-size:12px}rect{stroke:#fff;stroke-width:.5}"
 
@@ -33,6 +35,8 @@ def svg(schedule: Schedule, report: Report, title: str = "") -> str:
             for i, part in enumerate(span.action.parts):
                 x, width = LEFT + span.start * scale, (span.end - span.start) * scale
                 parts.append(_cell(part, own, x, top + i * share, width, share))
+        for action, time in report.moments[rank] if report.moments else ():
+            parts.append(_moment(action, LEFT + time * scale, top))
     parts.append(_legend(LINE * (len(report.spans) + 2)))
     return "\n".join([*parts, "</svg>", ""])
 
@@ -46,10 +50,17 @@ def _cell(part: Action, own: tuple[int, ...], x: float, y: float, width: float, 
     return box + label
 
 
+def _moment(action: Action, x: float, y: float) -> str:
+    """A mark where a stage's weights or gradients come, go or meet."""
+    tip, tall = f"<title>{escape(str(action))}</title>", LINE - 3
+    return f'<rect class="m" x="{x - 1:.2f}" y="{y}" width="2" height="{tall}" fill="{MARKS[action.kind]}">{tip}</rect>'
+
+
 def _legend(y: float) -> str:
     out, x = [], LEFT
     for kind, name in NAMES.items():
-        out.append(f'<rect x="{x}" y="{y}" width="14" height="14" fill="{FILL[kind][0]}"/>')
+        color = FILL[kind][0] if kind in FILL else MARKS[kind]
+        out.append(f'<rect x="{x}" y="{y}" width="{14 if kind in FILL else 2}" height="14" fill="{color}"/>')
         out.append(f'<text class="n" x="{x + 20}" y="{y + 11}">{name}</text>')
         x += 200
     return "".join(out)

@@ -14,7 +14,7 @@ have no gradient that travels back.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import groupby
@@ -40,12 +40,12 @@ Boundary = dict[str, Tensor]
 class Buffers(Protocol):
     """Where a stage's weight gradients go."""
 
-    def watch(self) -> None:
-        """The stage's last backward is about to run."""
+    def watch(self, last: bool) -> None:
+        """The last gradients before a `start_reduce` are about to be written. `last`: what is kept whole may start."""
         ...
 
-    def start_reduce(self) -> None:
-        """The stage's last gradient is there."""
+    def start_reduce(self, last: bool) -> None:
+        """The table reduces the stage's gradients. `last`: of the step."""
         ...
 
 
@@ -71,7 +71,7 @@ class Stage(Protocol):
         """Name -> (shape, dtype) of what stage `behind`, this one or the one before, hands on of a batch."""
         ...
 
-    def settle(self, backward: bool) -> None:
+    def settle(self) -> None:
         """A forward or a backward of the stage is over."""
         ...
 
@@ -166,22 +166,27 @@ class _Pass:
         self.terms: dict[str, Tensor] = {}
         rank = runtime.group.index
         mine = [part for _, part in schedule.parts(rank)]
-        self.backwards = {s: sum(a.kind is Kind.B and a.stage == s for a in mine) for s in self.stages}
         self.deferred = {(a.stage, a.microbatch) for a in mine if a.kind is Kind.W}
-        self.owed = {s: sum(stage == s for stage, _ in self.deferred) for s in self.stages}
-        self.training = any(self.backwards.values())
+        self.sums = Counter(a.stage for a in mine if a.kind is Kind.REDUCE)  # that are still to come
+        self.watched = _last_writers(mine)
+        self.training = any(a.kind is Kind.B for a in mine)
 
     # ---- compute ---------------------------------------------------------------------------------------------------
 
     def compute(self, action: Action) -> None:
-        """One F, B or W, or what concerns the weights of a stage."""
+        """One F, B or W, or what concerns the weights or the gradients of a stage."""
         if action.kind is Kind.REDUCE:
-            self.stages[action.stage].flat.start_reduce()
+            self.sums[action.stage] -= 1
+            self.stages[action.stage].flat.start_reduce(self.sums[action.stage] == 0)
             return
         if action.kind in (Kind.UNSHARD, Kind.RESHARD):
             self.stages[action.stage].gather(action.kind is Kind.UNSHARD)
             return
         key = (action.stage, int(action.microbatch or 0))
+        if (action.kind, *key) in self.watched:
+            # a W may write a weight several times (the output layer of further predictions), and must not start early
+            last = self.sums[action.stage] == 1 and action.kind is Kind.B
+            self.stages[action.stage].flat.watch(last and self.runtime.overlap)
         {Kind.F: self.forward, Kind.B: self.backward, Kind.W: self.weight_gradient}[action.kind](*key)
 
     def take(self, action: Action) -> None:
@@ -203,7 +208,7 @@ class _Pass:
                 sink.defers = (s, m) in self.deferred
         with torch.set_grad_enabled(self.training):
             output, terms = self.stages[s].module(self.batches[m], received, self.weight)
-        self.stages[s].settle(False)
+        self.stages[s].settle()
         self._check_boundary(s, m, output)
         for name, (value, _) in terms.items():
             total = value.detach().double()
@@ -237,9 +242,6 @@ class _Pass:
     def backward(self, s: int, m: int) -> None:
         """Input gradient of a stage, and its weight gradients unless the table has a W for them."""
         stage, key = self.stages[s], (s, m)
-        self.backwards[s] -= 1
-        if not self.backwards[s] and self.runtime.overlap and not self.owed[s]:
-            stage.flat.watch()
         if key in self.deferred:
             self._defer(stage, self.later.setdefault(key, []))
         gradients, self.taken = self.taken, {}
@@ -249,7 +251,7 @@ class _Pass:
         grads = [*(gradients[k] for k in edges), *(torch.full_like(value, w) for value, w in losses)]
         if roots:  # nothing before the first trained parameter has a backward
             torch.autograd.backward(roots, grads)  # type: ignore[arg-type]
-        stage.settle(True)
+        stage.settle()
         self.keeping[s].discard(m)
         self._defer(stage, None)
         inputs = self.inputs.pop(key)
@@ -262,7 +264,6 @@ class _Pass:
 
     def weight_gradient(self, s: int, m: int) -> None:
         """The weight gradients that a backward put off; each one's factors are free when it is done."""
-        self.owed[s] -= 1
         waiting = self.later.pop((s, m))[::-1]
         while waiting:
             waiting.pop()()
@@ -316,3 +317,15 @@ class _Pass:
         """Wait for what is still on its way out."""
         for pending in self.leaving:
             pending.wait()
+
+
+def _last_writers(row: Sequence[Action]) -> set[tuple[Kind, int, int]]:
+    """The last B or W of a stage before each of its REDUCE."""
+    latest: dict[int, tuple[Kind, int, int]] = {}
+    found = set()
+    for a in row:
+        if a.kind is Kind.B or a.kind is Kind.W:
+            latest[a.stage] = a.kind, a.stage, int(a.microbatch or 0)
+        elif a.kind is Kind.REDUCE and a.stage in latest:
+            found.add(latest[a.stage])
+    return found

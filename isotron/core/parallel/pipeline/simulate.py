@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from isotron.core.parallel.pipeline.actions import Action, Kind, Schedule
 from isotron.core.parallel.pipeline.check import check, wrong
+from isotron.core.parallel.pipeline.live import gathered, waiting
 from isotron.core.parallel.pipeline.timeline import Costs, Key, Waits, Where, durations
 
 __all__ = ["Costs", "Report", "Span", "simulate"]
@@ -67,6 +68,13 @@ class Report:
     among them."""
     gathers: tuple[float, ...] = ()
     """Weights gathered in all: by UNSHARD, and by each F and B without one."""
+    waiting: tuple[float, ...] = ()
+    """Most gradients that wait at once for a REDUCE behind those of a later microbatch, in the unit of
+    `costs.gradients`; what is reduced as it is formed is not among them. Zero 0 and 1 keep all of them anyway."""
+    sums: tuple[float, ...] = ()
+    """Gradients reduced in all, under zero 2 and 3."""
+    moments: tuple[tuple[tuple[Action, float], ...], ...] = ()
+    """When UNSHARD, RESHARD and REDUCE begin, tagged communication."""
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Report:
@@ -79,8 +87,8 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Report:
     grouped, _ = _run(_Paper(schedule, times, transfer, grouped=True))
     busy = [sum(end - start for _, start, end in row) for row in spans]
     makespan = _last_end(spans)
-    sizes = costs.per_stage("weights", schedule.stages)
-    weights = [_gathered(row, sizes) for row in schedule.ranks]
+    weights = [gathered(row, costs.per_stage("weights", schedule.stages)) for row in schedule.ranks]
+    gradients = [waiting(row, costs.per_stage("gradients", schedule.stages)) for row in schedule.ranks]
     return Report(
         makespan=makespan,
         makespan_grouped=_last_end(grouped),
@@ -93,6 +101,9 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Report:
         travels=_travels(paper, ends),
         gathered=tuple(most for most, _ in weights),
         gathers=tuple(total for _, total in weights),
+        waiting=tuple(most for most, _ in gradients),
+        sums=tuple(total for _, total in gradients),
+        moments=tuple(_moments(row, found) for row, found in zip(schedule.ranks, spans, strict=True)),
     )
 
 
@@ -248,20 +259,15 @@ def _peak(schedule: Schedule, costs: Costs, where: dict[Key, Where]) -> tuple[fl
     return tuple(peaks)
 
 
-def _gathered(row: tuple[Action, ...], size: list[float]) -> tuple[float, float]:
-    """(most weights that UNSHARD keeps at once, weights gathered in all)."""
-    live: dict[int, float] = {}
-    most = total = 0.0
+def _moments(row: tuple[Action, ...], spans: tuple[Span, ...]) -> tuple[tuple[Action, float], ...]:
+    """What concerns whole stages begins when the rank has computed what stands before it."""
+    now, computed, found = 0.0, iter(spans), []
     for action in row:
-        if action.kind is Kind.UNSHARD:
-            live[action.stage] = size[action.stage]
-            most, total = max(most, sum(live.values())), total + size[action.stage]
-        elif action.kind is Kind.RESHARD:
-            live.pop(action.stage, None)
-        for part in action.parts:
-            if part.kind in (Kind.F, Kind.B) and part.stage not in live:
-                total += size[part.stage]
-    return most, total
+        if action.computes:
+            now = next(computed).end
+        elif not action.transfers:
+            found.append((action, now))
+    return tuple(found)
 
 
 def _posted(row: tuple[Action, ...]) -> int:

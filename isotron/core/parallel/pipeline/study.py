@@ -9,6 +9,7 @@ from typing import Any
 
 from isotron.core.parallel.pipeline import library, registry
 from isotron.core.parallel.pipeline.actions import Schedule
+from isotron.core.parallel.pipeline.live import with_sums, with_weights
 from isotron.core.parallel.pipeline.path import critical_path
 from isotron.core.parallel.pipeline.search import Found, search, stage_costs
 from isotron.core.parallel.pipeline.simulate import Costs, Report, Travel, simulate
@@ -57,6 +58,15 @@ class Study:
         """Most activations of a rank, in microbatches of all its layers."""
         return max(self.report.peak) / self.v
 
+    def sharded(self, gradients: float, weights: float) -> Study:
+        """The same under ZeRO-2, or 3 if `weights` is not negative: what of a rank's stages, which all count as 1, may
+        wait for a sum, and may stay gathered.
+        """
+        every = dict.fromkeys(range(self.table.stages), 1)
+        table = with_sums(self.table, every, int(gradients))
+        table = with_weights(table, every, int(weights)) if weights > 0 else table
+        return replace(self, table=table, report=simulate(table, self.costs))
+
     def facts(self) -> dict[str, Any]:
         """The figures as JSON values."""
         path = critical_path(self.report)
@@ -75,6 +85,9 @@ class Study:
             "peak_activations": [peak / self.v for peak in report.peak],
             "exposed_transfers": list(report.exposed),
             "critical_path": [str(link.action) for _, link in path],
+            "gradients_waiting": list(report.waiting),
+            "gradients_reduced": list(report.sums),
+            "weights_gathered": list(report.gathers),
             "critical_path_transfers": sum(link.end - link.start for _, link in path if isinstance(link, Travel)),
         }
 

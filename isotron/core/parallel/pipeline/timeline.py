@@ -34,6 +34,8 @@ class Costs:
     """What a microbatch keeps from its F to its last gradient, in any unit of memory."""
     weights: PerStage = 1
     """What gathering a stage brings, in any unit of memory."""
+    gradients: PerStage = 1
+    """What the gradients of a stage take until they are reduced, in any unit of memory."""
 
     def per_stage(self, field: str, stages: int) -> list[float]:
         """The cost `field` of every stage; refuses a sequence of another length."""
