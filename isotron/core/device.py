@@ -10,6 +10,11 @@ import platform
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from types import ModuleType
 
 import torch
 
@@ -26,7 +31,9 @@ __all__ = [
     "count",
     "copy_to_host",
     "device_name",
+    "flash_package",
     "dtype_of",
+    "has_flex",
     "has_grouped_matmul",
     "host_buffer",
     "host_bytes",
@@ -287,3 +294,30 @@ def has_wide_products(device: torch.device) -> bool:
 def has_grouped_matmul(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether one call multiplies the rows of many experts, and faster than one product each."""
     return device.type == "cuda" and dtype is torch.bfloat16 and hasattr(torch, "_grouped_mm")
+
+
+FLASH_PACKAGE = (2, 7)  # the first version with these calls
+
+
+@lru_cache(maxsize=1)
+def _flash_module() -> ModuleType | None:
+    """The calls of the flash-attn package, None where it is not installed or too old."""
+    if find_spec("flash_attn") is None:
+        return None
+    try:
+        found = tuple(int(part) for part in version("flash-attn").split(".")[:2])
+    except PackageNotFoundError:
+        return None
+    return import_module("flash_attn.flash_attn_interface") if found >= FLASH_PACKAGE else None
+
+
+def flash_package(device: torch.device) -> ModuleType | None:
+    """The flash-attn package for this device, where there is one."""
+    return _flash_module() if is_cuda(device) and torch.version.hip is None else None
+
+
+def has_flex(device: torch.device) -> bool:
+    """Whether FlexAttention compiles here with a backward, and its torch gives the log-sum-exp as asked for."""
+    if not is_cuda(device) or find_spec("triton") is None:
+        return False
+    return hasattr(import_module("torch.nn.attention.flex_attention"), "AuxRequest")

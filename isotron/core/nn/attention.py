@@ -21,10 +21,12 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 from isotron.core.batch import Places
-from isotron.core.errors import Refused, refuse
+from isotron.core.errors import refuse
+from isotron.core.nn.backends import Flexible, Wanted, described, fused
 from isotron.core.nn.context import Context
 from isotron.core.nn.dropout import Dropout
-from isotron.core.nn.kernels import Explicit, HostFlash, Kernel, default_scale, flash_for, tiled
+from isotron.core.nn.flash import Flash, TorchCalls, documents
+from isotron.core.nn.kernels import Explicit, HostFlash, Kernel, default_scale, tiled
 from isotron.core.nn.linear import GradSink, Linear, sink_of
 from isotron.core.nn.rope import rotate
 from isotron.core.nn.tiles import Tile, tiles
@@ -37,8 +39,7 @@ class Causal(nn.Module):
     Without `causal`: to all of its row or document. Sinks, a score per head, are one more key that has no value.
     `window` above 0: to the last `window` positions only, itself included. `scale`: of the scores, 0 for 1/sqrt(N).
     `softcap` above 0: scores are bounded by it, which only explicit probabilities can.
-    `backend`: "auto" (flash where nothing hinders it), "flash", "fused" (torch chooses among fused kernels) or
-    "unfused" (probabilities as tensors).
+    `backend`: see `backends.py`.
     """
 
     def __init__(
@@ -69,9 +70,17 @@ class Causal(nn.Module):
         sinks_H: Tensor | None = None,
     ) -> Tensor:
         """Attention over whole rows in order; `cuts` are the documents of each row."""
-        kernel, s = self.kernel(q, places), q.shape[2]
-        plain = cuts is None and not 0 < self.window < s and sinks_H is None and not self.softcap
-        if not plain or q.shape[-1] != v.shape[-1] or (isinstance(kernel, HostFlash) and self.backend != "fused"):
+        s = q.shape[2]
+        kernel, window = self._kernel(q, places), self.window if self.window < s else 0
+        if isinstance(kernel, Flexible):
+            from isotron.core.nn.flex import flexible  # needs a newer torch than everything else
+
+            options = {"scale": kernel.scale, "softcap": kernel.softcap}
+            return flexible(q, k, v, sinks_H, cuts, window=window, causal=self.causal, **options)
+        plain = cuts is None and not window and sinks_H is None and not self.softcap and q.shape[-1] == v.shape[-1]
+        if isinstance(kernel, Flash) and not (plain and isinstance(kernel.calls, TorchCalls)):
+            return documents(q, k, v, sinks_H, cuts or ((0, s),) * len(q), window, self.causal, kernel)
+        if not plain or (isinstance(kernel, HostFlash) and self.backend != "fused"):
             return tiled(q, k, v, self.plan(whole(s), whole(s), cuts, len(q), kernel), kernel, sinks_H)
         if not isinstance(kernel, Explicit):
             grouped, causal = q.shape[1] != k.shape[1], self.causal
@@ -88,33 +97,24 @@ class Causal(nn.Module):
 
     def kernel(self, q: Tensor, places: Places) -> Kernel:
         """What computes a tile of these queries; refused where the back end asked for cannot do it."""
-        scale = self.scale or default_scale(q.shape[-1])
-        if self.dropout.active or self.backend == "unfused" or self.softcap:
-            dropout = self.dropout if self.dropout.active else None
-            if self.backend in ("flash", "fused"):
-                raise self._no_kernel()
-            return Explicit(scale, dropout, places, self.softcap)
-        flash = flash_for(q, scale)
-        if flash is None and self.backend in ("flash", "fused"):
-            case = f"this device has no fused kernel with the log-sum-exp for {q.dtype} and heads of {q.shape[-1]}"
-            raise refuse(f"--attention-backend {self.backend}", case, "--attention-backend auto")
-        return flash or Explicit(scale)
+        found = self._kernel(q, places)
+        if isinstance(found, Flexible):
+            case = "FlexAttention takes whole rows, and here the keys of a row come in parts"
+            raise refuse(f"--attention-backend {self.backend}", case, "--attention-backend auto, or --cp-comm-type a2a")
+        return found
 
-    def _no_kernel(self) -> Refused:
-        asked = f"--attention-backend {self.backend}"
-        if self.softcap:
-            case = f"its kernels have no bound on scores, and this model has {self.softcap:g}"
-            return refuse(asked, case, "--attention-backend auto")
-        case = "its kernels cannot drop attention probabilities by place"
-        return refuse(asked, case, "--attention-dropout 0.0, or unfused")
+    def _kernel(self, q: Tensor, places: Places) -> Kernel | Flexible:
+        want = self._wanted(q.dtype, q.device, q.shape[-1], self.dropout.active)
+        dropout = self.dropout if want.drops else None
+        return fused(want) or Explicit(want.scale, dropout, places, self.softcap)
+
+    def _wanted(self, dtype: torch.dtype, device: torch.device, head_size: int, drops: bool) -> Wanted:
+        scale = self.scale or default_scale(head_size)
+        return Wanted(self.backend, dtype, device, head_size, scale, self.softcap, drops)
 
     def chosen(self, dtype: torch.dtype, device: torch.device, head_size: int) -> str:
         """What computes attention in training, for a log: the back end asked for and the kernel it comes to."""
-        q = torch.empty(1, 1, 1, head_size, dtype=dtype, device=device)
-        explicit = self.dropout.p > 0 or self.backend == "unfused" or self.softcap > 0
-        kernel = None if explicit else flash_for(q, 1.0)
-        name = "explicit probabilities" if kernel is None else f"torch's flash kernel on {device.type}"
-        return f"{self.backend}: {name}"
+        return f"{self.backend}: {described(self._wanted(dtype, device, head_size, self.dropout.p > 0))}"
 
     def _explicit(self, q_BHSN: Tensor, k_BKTN: Tensor, v_BKTN: Tensor, places: Places) -> Tensor:
         repeat = q_BHSN.shape[1] // k_BKTN.shape[1]

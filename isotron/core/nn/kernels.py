@@ -18,7 +18,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from isotron.core import device as devices
 from isotron.core.batch import Places
 from isotron.core.nn.dropout import Dropout
 from isotron.core.nn.tiles import Kind, Tile
@@ -173,48 +172,6 @@ class Explicit:
         return self.dropout.on_probabilities(x, self.places, tile.q_at, tile.k_at, slice(*tile.rows))
 
 
-@dataclass(frozen=True)
-class DeviceFlash:
-    """torch's flash kernel of an accelerator for 16-bit types; tiles with a mask of their own are computed explicitly.
-
-    Head sizes are padded to a multiple of 8 there.
-    """
-
-    scale: float
-    most: int = 0
-    join: bool = True
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
-        """o and lse of a tile."""
-        if tile.kind is Kind.BAND:
-            return Explicit(self.scale).forward(q, k, v, tile)
-        n = -(-q.shape[-1] // 8) * 8
-        found = self._run(_padded(q, n), _padded(k, n), _padded(v, n), tile)
-        return found[0][..., : v.shape[-1]], found[1]
-
-    def _run(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> Any:
-        k, v = _repeated(k, q.shape[1]), _repeated(v, q.shape[1])
-        return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, tile.kind is Kind.CAUSAL, scale=self.scale)
-
-    def backward(
-        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, tile: Tile
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """The tile's part of dq, dk, dv."""
-        if tile.kind is Kind.BAND:
-            return Explicit(self.scale).backward(do, q, k, v, o, lse, tile)
-        n = -(-q.shape[-1] // 8) * 8
-        heads = q.shape[1]
-        wide = [_padded(q, n), _repeated(_padded(k, n), heads), _repeated(_padded(v, n), heads)]
-        # without dropout the state of its generator is not read
-        state = torch.zeros(2, dtype=torch.uint64, device=q.device)
-        dq, dk, dv = aten._scaled_dot_product_flash_attention_backward(
-            _padded(do, n), *wide, _padded(o, n), lse, None, None, q.shape[2], k.shape[2], 0.0,
-            tile.kind is Kind.CAUSAL, state, state[:0], scale=self.scale,
-        )  # fmt: skip
-        dk, dv = (x.unflatten(1, (k.shape[1], -1)).sum(2, dtype=torch.float32).to(k.dtype) for x in (dk, dv))
-        return dq[..., : q.shape[-1]], dk[..., : k.shape[-1]], dv[..., : v.shape[-1]]
-
-
 def capped(scores: Tensor, softcap: float) -> Tensor:
     """Scores kept between -softcap and softcap; 0 leaves them as they are."""
     return torch.tanh(scores / softcap) * softcap if softcap else scores
@@ -230,10 +187,6 @@ def _padded(x: Tensor, size: int) -> Tensor:
     return x if x.shape[-1] == size else torch.nn.functional.pad(x, (0, size - x.shape[-1]))
 
 
-def _repeated(k: Tensor, heads: int) -> Tensor:
-    return k if k.shape[1] == heads else k.repeat_interleave(heads // k.shape[1], 1)
-
-
 def _grouped_matmul(a_BHSX: Tensor, b_BKXY: Tensor) -> Tensor:
     """a @ b with each head of b for its group of heads of a."""
     groups = a_BHSX.unflatten(1, (b_BKXY.shape[1], -1))
@@ -244,14 +197,6 @@ def _to_groups(p_BHST: Tensor, x_BHSY: Tensor, kv_heads: int) -> Tensor:
     """p^T x summed over each group of heads: [B, K, T, Y]."""
     p, x = (t.unflatten(1, (kv_heads, -1)) for t in (p_BHST, x_BHSY))
     return (p.transpose(-1, -2) @ x).sum(2)
-
-
-def flash_for(q: Tensor, scale: float) -> Kernel | None:
-    """The flash kernel that this device has for these tensors, if any."""
-    if not devices.is_cuda(q.device):
-        return HostFlash(scale)
-    narrow = q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] <= 256
-    return DeviceFlash(scale) if narrow and devices.capabilities(q.device).flash else None
 
 
 # ---- putting tiles together ----------------------------------------------------------------------------------------

@@ -100,8 +100,8 @@ class Layout:
     )
     attention_backend: str = option(
         "auto",
-        "attention kernels: auto (flash where nothing hinders it), flash, fused (any fused kernel of torch), unfused "
-        "(probabilities as tensors)",
+        "attention kernels: auto (flash where nothing hinders it), flash (torch's or the flash-attn package's), fused "
+        "(also FlexAttention), unfused (probabilities as tensors)",
         choices=("auto", "flash", "fused", "unfused"),
     )
     recompute: str = option(
