@@ -22,13 +22,12 @@ def is_checkpoint(path: str) -> bool:
 
 
 def show_checkpoint(path: str, flags: dict[str, Any]) -> int:
-    """Print the report; 1 when `verify` finds damage, else 0."""
+    """Print the report; 1 when files are damaged, else 0. Sizes are always compared, hashes with `verify`."""
     say = (lambda _: None) if flags["json"] else print
     step = Path(path) if (Path(path) / MANIFEST).exists() else find(path, say) or Path(path)
     facts = described(step, read_manifest(step), flags["tensors"])
-    damage = _damage(step) if flags["verify"] else None
-    if damage is not None:
-        facts["verified"], facts["damage"] = not damage, damage
+    damage = _damage(step, flags["verify"])
+    facts["verified"], facts["damage"] = bool(flags["verify"]) and not damage, damage
     print(json.dumps(facts) if flags["json"] else "\n".join(_lines(facts)))
     return int(bool(damage))
 
@@ -71,9 +70,9 @@ def _kinds(manifest: Manifest) -> dict[str, dict[str, int]]:
     return dict(sorted(found.items(), key=lambda item: KINDS.index(item[0]) if item[0] in KINDS else len(KINDS)))
 
 
-def _damage(step: Path) -> list[str]:
+def _damage(step: Path, hashes: bool) -> list[str]:
     try:
-        verify_files(step)
+        verify_files(step, hashes)
     except Refused as refused:
         return [problem.case for problem in refused.problems]
     return []
@@ -90,6 +89,5 @@ def _lines(facts: dict[str, Any]) -> list[str]:
     lines += [f"{name}  {f['bytes']:,} bytes  sha256 {f['sha256']}" for name, f in facts["files"].items()]
     for name, t in facts.get("tensors", {}).items():
         lines.append(f"  {name}  {t['dtype']} {t['shape']}  {t['bytes']:,} bytes in {t['chunks']} chunk(s)")
-    if "verified" in facts:
-        lines += ["every file is whole"] if facts["verified"] else facts["damage"]
-    return lines
+    whole = "every file is whole" if facts["verified"] else "every file has its size; --verify compares all bytes"
+    return lines + (facts["damage"] or [whole])

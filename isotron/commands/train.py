@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 from isotron.commands import dry_run
@@ -19,6 +20,7 @@ from isotron.launch import World, from_environment, run_local, started_again
 from isotron.planner.advice import contradictions, warnings
 from isotron.planner.fit import available_memory, memory_problem, out_of_memory
 from isotron.planner.job import Job
+from isotron.train.places import try_out
 
 OWN = {
     "build_index": Option(
@@ -54,6 +56,9 @@ def run(words: Sequence[str]) -> int:
     check_memory(prepared.config, world)
     config, directory = with_directories(prepared.config, world)
     config = going_on(config, world is not None and started_again())
+    if world is None:
+        given = {"--run-dir": prepared.config.log.run_dir, "--save": prepared.config.checkpoint.save}
+        try_out({option: Path(path) for option, path in given.items() if path} or {"--save": Path(directory)})
     processes = 1 if world is not None else config.layout.world
     return run_local(MAIN, processes, (config, directory))
 

@@ -55,6 +55,9 @@ def read_toml(path: str) -> tuple[dict[str, Any], list[Problem]]:
             tree = tomllib.load(file)
     except FileNotFoundError as error:
         raise refuse(f"--config {path}", "there is no such file", "--config with the path of a TOML file") from error
+    except IsADirectoryError as error:
+        fix = f"--config with a file, such as {path.rstrip('/')}/run.toml"
+        raise refuse(f"--config {path}", "it is a directory", fix) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
         example = "tables of the form\n        [layout]\n        tp = 2"
         raise refuse(f"--config {path}", f"it cannot be read as TOML: {error}", example) from error

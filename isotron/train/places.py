@@ -15,9 +15,16 @@ from errno import EACCES, EAGAIN
 from pathlib import Path
 
 from isotron.core.checkpoint.ranks import Ranks, together
-from isotron.core.errors import refuse
+from isotron.core.errors import Problem, Refused, refuse
 
 SECONDS_TO_END = 10.0  # a run that was just killed may still be ending when the same command starts again
+
+
+def try_out(places: dict[str, Path]) -> None:
+    """Make each directory and write to it; refuses all that cannot be written to, together."""
+    problems = [p for option, path in places.items() for p in _unwritable(option, path)]
+    if problems:
+        raise Refused(problems)
 
 
 def claim(ranks: Ranks, places: dict[str, Path], stack: ExitStack) -> None:
@@ -28,8 +35,9 @@ def claim(ranks: Ranks, places: dict[str, Path], stack: ExitStack) -> None:
 
     def on_first() -> None:
         claimed: set[Path] = set()
+        if ranks.rank == 0:
+            try_out(places)
         for option, path in places.items() if ranks.rank == 0 else ():
-            _try_out(option, path)
             if path.resolve() not in claimed:
                 _lock(option, path, stack)
                 claimed.add(path.resolve())
@@ -37,7 +45,7 @@ def claim(ranks: Ranks, places: dict[str, Path], stack: ExitStack) -> None:
     together(ranks, f"write to {', '.join(map(str, places.values()))}", on_first)
 
 
-def _try_out(option: str, path: Path) -> None:
+def _unwritable(option: str, path: Path) -> list[Problem]:
     try:
         path.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path) as probe:
@@ -45,7 +53,8 @@ def _try_out(option: str, path: Path) -> None:
             probe.flush()
     except OSError as error:
         case = f"nothing can be written there: {error.strerror or error}"
-        raise refuse(f"{option} {path}", case, f"{option} with a directory that this user can write to") from error
+        return [Problem(f"{option} {path}", case, f"{option} with a directory that this user can write to")]
+    return []
 
 
 def _lock(option: str, path: Path, stack: ExitStack) -> None:

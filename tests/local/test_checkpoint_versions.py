@@ -106,11 +106,14 @@ def test_inspect_gives_json_and_finds_damage(tmp_path: Path, capsys: Any) -> Non
     words = ["inspect", str(home / "step_00000002"), "--json", "--no-tensors"]
     assert cli.main(words) == 0
     facts = json.loads(capsys.readouterr().out)
-    assert facts["step"] == 2 and "tensors" not in facts and "verified" not in facts
+    assert facts["step"] == 2 and "tensors" not in facts and not facts["verified"] and facts["damage"] == []
     assert facts["kinds"]["weights"] == {"tensors": 9, "elements": 584, "bytes": 2336}
     assert cli.main([*words, "--verify"]) == 1
     facts = json.loads(capsys.readouterr().out)
     assert facts["verified"] is False and "expected SHA-256" in facts["damage"][0]
+    file.write_bytes(data[:-1])
+    assert cli.main(words) == 1  # sizes are compared without being asked for
+    assert f"found {len(data) - 1}" in json.loads(capsys.readouterr().out)["damage"][0]
 
 
 @pytest.mark.parametrize(

@@ -119,6 +119,8 @@ def test_tables_report_everything_that_is_wrong():
 def test_toml_file_that_is_missing_or_broken(tmp_path):
     with pytest.raises(Refused, match="no such file"):
         read_toml(str(tmp_path / "x.toml"))
+    with pytest.raises(Refused, match=r"it is a directory[^$]*/run\.toml"):
+        read_toml(f"{tmp_path}/")
     broken = tmp_path / "b.toml"
     broken.write_text("[layout\ntp = 2")
     with pytest.raises(Refused, match="cannot be read as TOML"):
