@@ -70,9 +70,11 @@ def _mlp_width(config: Any, tp: int) -> int:
 def block(job: Job, mode: str) -> list[Kept]:
     """Saved tensors of one block under a recompute mode ("none", "selective", "full")."""
     z, e = sizes(job), job.element
-    x = Kept("block input", z.d, e)
+    wide = job.residual
     if mode == "full":
+        x = Kept("block input", z.d, wide)
         return [replace(x, elements=x.elements / job.layout.tp)] if job.layout.distribute_saved_activations else [x]
+    x = Kept("block input", z.d, wide if z.before else e)  # what no norm reads is narrowed first
     modules = job.layout.recompute_modules if mode == "selective" else ()
     modules = (*modules, "mlp") if job.layout.mlp_chunks > 1 else modules
     norm = [Kept("norm output", z.d, e, _NORM), _statistics(z, job)] if z.before else []
@@ -86,7 +88,7 @@ def block(job: Job, mode: str) -> list[Kept]:
         inside += after
     again = [replace(t, parts=(*t.parts, "mlp")) for t in inside]
     mlp = [*again, *(after if z.before else []), *hidden]
-    middle = [] if z.parallel else [Kept("residual", z.d, e)]
+    middle = [] if z.parallel else [replace(x, name="residual")]
     kept = [x, *norm, *_attention(job, z, "core_attn" in modules), *after, *hidden, *middle, *mlp]
     return [t for t in kept if not set(modules) & set(t.parts)]
 
@@ -103,7 +105,7 @@ def _mixed(job: Job, norm: list[Kept], share: float) -> list[Kept]:
 def _statistics(z: Sizes, job: Job) -> Kept:
     # float32 for RMSNorm; the mean and deviation of torch's LayerNorm have the dtype of its input on the CPU
     return (
-        Kept("norm statistics", 2, job.element, _NORM) if z.layer_norm else Kept("norm statistics", 1, job.wide, _NORM)
+        Kept("norm statistics", 2, job.residual, _NORM) if z.layer_norm else Kept("norm statistics", 1, job.wide, _NORM)
     )
 
 
@@ -152,8 +154,8 @@ def ends(job: Job, first: bool, last: bool, blocks_full: bool) -> list[Kept]:
         if c.dropout[0] > 0:
             kept.append(Kept("dropout mask", z.d, MASK))
     if last:
-        statistics = Kept("norm statistics", 2, e) if z.layer_norm else Kept("norm statistics", 1, job.wide)
-        kept += [Kept("last block's output", z.d, e), statistics, Kept("loss gradient", c.hidden_size, e)]
+        statistics = Kept("norm statistics", 2, job.residual) if z.layer_norm else Kept("norm statistics", 1, job.wide)
+        kept += [Kept("last block's output", z.d, job.residual), statistics, Kept("loss gradient", c.hidden_size, e)]
     return kept
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from isotron.config.schema import RunConfig
+from isotron.core.optim.config import OptimConfig
 from isotron.core.parallel.costs import costed
 from isotron.core.parallel.pipeline.actions import Schedule
 from isotron.core.parallel.plan import Layout
@@ -28,6 +29,7 @@ class Job:
     global_batch: int
     dtype: str = "bfloat16"
     ep: int = 1
+    optim: OptimConfig = OptimConfig()
     whole_recompute: bool = False  # other frameworks compute a recomputed unit to its end, this one to what is read
 
     @staticmethod
@@ -35,12 +37,17 @@ class Job:
         """The job of a finished run config."""
         t = run.train
         sizes = run.data.seq_length, t.micro_batch_size, t.global_batch_size
-        return Job(run.model, run.layout, *sizes, t.dtype, run.layout.ep)
+        return Job(run.model, run.layout, *sizes, t.dtype, run.layout.ep, run.optim)
 
     @property
     def element(self) -> int:
         """Bytes of a weight or an activation."""
         return ELEMENT_BYTES[self.dtype]
+
+    @property
+    def residual(self) -> int:
+        """Bytes of what blocks add to, which is also what stages hand on."""
+        return self.wide if self.layout.fp32_residual_connection else self.element
 
     @property
     def wide(self) -> int:

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from math import prod
 
-from isotron.core.parallel.offload import hosted
 from isotron.core.parallel.pipeline.actions import Kind, Schedule
 from isotron.core.parallel.pipeline.live import with_sums, with_weights
 from isotron.core.parallel.plan import Layout
@@ -19,6 +18,7 @@ from isotron.planner.activations import block_bytes, stage_bytes
 from isotron.planner.job import Job
 from isotron.planner.live import gathered_elements, live_bytes, summed_elements
 from isotron.planner.parameters import StagePart, rank_stages
+from isotron.planner.states import states_of
 
 LOSS_CHUNK = 64 << 20  # bytes of logits at hand (core/nn/logits.py)
 LOSS_BLOCK = 4 << 20  # bytes of logits in float32 at hand
@@ -64,23 +64,12 @@ def states(job: Job, parts: Sequence[StagePart], dp_rank: int | None = None) -> 
 
 def _states(job: Job, parts: Sequence[StagePart], dp_rank: int) -> Bytes:
     layout, zero, runs = job.layout, job.layout.zero_stage, _runs(job.layout, dp_rank)
-    whole, own = sum(p.elements for p in parts), sum(p.run(*runs) for p in parts)
-    away = _stepped_on_host(job, parts, runs)
+    weights = sum(p.elements if zero < 3 else p.run(*runs) for p in parts)
+    gradients = sum(p.trained if zero < 2 else p.run(*runs, trained=True) for p in parts)
     lean = sum(p.run(*runs, lean=True) for p in parts) if layout.offload.weights and zero == 3 else 0
-    master = job.wide if job.wide != job.element else 0
-    weights, gradients = (whole if zero < 3 else own) - lean, (whole if zero < 2 else own)
-    host = lean * job.element + away * (master + 2 * job.wide)
-    kept = own - away
-    sizes = (weights * job.element, gradients * job.gradient, kept * master, 2 * kept * job.wide)
-    return Bytes(*sizes, host=host)
-
-
-def _stepped_on_host(job: Job, parts: Sequence[StagePart], runs: tuple[int, int]) -> int:
-    """Elements whose masters and moments live on the host."""
-    if not job.layout.offload.fraction:
-        return 0
-    sizes = [size for p in parts for size in p.rows(*runs)]
-    return sum(sizes[: hosted(sizes, job.layout.offload.fraction)])
+    kept = states_of(job, parts, runs)
+    sizes = ((weights - lean) * job.element, gradients * job.gradient, kept.masters, kept.moments)
+    return Bytes(*sizes, host=lean * job.element + kept.host)
 
 
 def _runs(layout: Layout, dp_rank: int) -> tuple[int, int]:
@@ -92,7 +81,7 @@ def _runs(layout: Layout, dp_rank: int) -> tuple[int, int]:
 def plan_memory(job: Job, context: float = 0.0) -> list[Bytes]:
     """Bytes of every pipeline rank (the tensor-parallel ranks of one stage hold the same)."""
     table = job.table()
-    every = [rank_stages(job.config, job.layout, r) for r in range(job.layout.pp)]
+    every = [rank_stages(job.config, job.layout, r, frozen=job.optim.freeze) for r in range(job.layout.pp)]
     kept = activation_peaks(job, table, every)
     flat = [p for parts in every for p in parts]
     if job.layout.zero_stage >= 2:
@@ -164,7 +153,7 @@ def recompute_bytes(job: Job) -> float:
     here = 2 * block_bytes(job) if job.layout.cpu_offloading else 0.0
     if job.layout.recompute != "full":
         return here
-    unit = block_bytes(job, "none") - job.tokens * job.element * _local_width(job)
+    unit = block_bytes(job, "none") - job.tokens * job.residual * _local_width(job)
     return here + unit * job.layout.recompute_num_layers
 
 
@@ -203,4 +192,5 @@ def communication(job: Job) -> float:
     whole, layout = job.tokens * job.config.hidden_size * job.element, job.layout
     gathered = 2 * whole if layout.sequence_parallel else (whole if layout.tp > 1 else 0)
     share = layout.tp if layout.sequence_parallel else 1
-    return float(gathered + (4 * whole / share if layout.pp > 1 else 0))
+    handed = whole * job.residual / job.element / share
+    return float(gathered + (4 * handed if layout.pp > 1 else 0))

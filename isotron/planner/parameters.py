@@ -14,7 +14,7 @@ from functools import lru_cache
 from math import prod
 from typing import Any
 
-from isotron.core.layout import Placed, Table, shard
+from isotron.core.layout import Ints, Placed, Table, shard
 from isotron.core.parallel.buckets import DENSE, EXPERTS, Span, cut_buckets, rows_between
 from isotron.core.parallel.plan import Layout, split_layers
 from isotron.core.parallel.split import model_costs
@@ -55,19 +55,25 @@ class StagePart:
         """Weights held, padding and replicas included."""
         return sum(prod(p.shard.shape) for p in self.placed.values())
 
-    def run(self, index: int, of_experts: int, lean: bool = False) -> int:
-        """Elements that a rank steps: number `index` of those that share the shards, `of_experts` of those that share
-        the experts'. `lean`: only of what is shared by several.
+    @property
+    def trained(self) -> int:
+        """Those of them that have gradients."""
+        return sum(s.stop - s.start for s in self.spans if not s.kind.frozen)
+
+    def run(self, index: int, of_experts: int, lean: bool = False, trained: bool = False) -> int:
+        """Elements that a rank keeps of what is shared: number `index` of those that share the shards, `of_experts` of
+        those that share the experts'. `lean`: only of what is shared by several; `trained`: only of what it steps.
         """
-        runs = (s.run(of_experts if s.kind.group == EXPERTS else index) for s in self.spans if not lean or s.ways > 1)
+        chosen = (s for s in self.spans if (not lean or s.ways > 1) and not (trained and s.kind.frozen))
+        runs = (s.run(of_experts if s.kind.group == EXPERTS else index) for s in chosen)
         return sum(b - a for a, b in runs)
 
-    def rows(self, index: int, of_experts: int) -> Iterator[int]:
-        """The same one tensor at a time, in the order in which they are stepped."""
+    def stepped(self, index: int, of_experts: int) -> Iterator[tuple[str, Ints]]:
+        """(global name, shape of the rows) of what it steps, in the order in which it is stepped."""
         shapes = {n: p.shard.shape for n, p in self.placed.items()}
-        for s in self.spans:
+        for s in (s for s in self.spans if not s.kind.frozen):
             run = s.run(of_experts if s.kind.group == EXPERTS else index)
-            yield from (box.size for _, box in rows_between(s, shapes, *run))
+            yield from ((self.placed[name].name, box.shape) for name, box in rows_between(s, shapes, *run))
 
 
 @lru_cache(maxsize=4096)
@@ -77,19 +83,21 @@ def stage_layers(config: Any, layout: Layout) -> tuple[range, ...]:
     return tuple(split_layers(config.num_layers, layout, costs))
 
 
-def rank_stages(config: Any, layout: Layout, pp_rank: int, tp_rank: int = 0) -> list[StagePart]:
-    """The stages of one pipeline rank, in model order."""
+def rank_stages(
+    config: Any, layout: Layout, pp_rank: int, tp_rank: int = 0, frozen: tuple[str, ...] = ()
+) -> list[StagePart]:
+    """The stages of one pipeline rank, in model order. `frozen`: patterns of names of what is not trained."""
     split, table = stage_layers(config, layout), config.layout(layout.padded_vocab(config.vocab_size))
     held, known, parts = holders(config, table, split), set[str](), []
     for number in (s for s, holder in enumerate(layout.placement) if holder == pp_rank):
         names = stage_names(table, split[number], number == 0, number == layout.stages - 1)
-        parts.append(_part(table, number, split[number], names, layout, tp_rank, held, known))
+        parts.append(_part(table, number, split[number], names, layout, tp_rank, held, known, frozen))
     return parts
 
 
 def _part(
     table: Table, number: int, layers: range, names: Iterable[str], layout: Layout, tp_rank: int, held: Holders,
-    known: set[str],
+    known: set[str], frozen: tuple[str, ...],
 ) -> StagePart:  # fmt: skip
     """`known`: what the rank's stages before it own of what several stages hold."""
     sizes = layout.axes
@@ -102,7 +110,7 @@ def _part(
         known |= {canonical} & held.keys()
         rule, counts = table.rule(canonical), number == held.get(canonical, (number,))[0]
         placed[name] = Placed(canonical, rule, shard(rule, coordinate, sizes), counts)
-    classes = layout.classes(held)
+    classes = layout.classes(held, frozen)
     shapes = {n: p.shard.shape for n, p in placed.items()}
     kinds = {n: classes.of(n, p) for n, p in placed.items()}
     ways = {DENSE: layout.shard_ranks, EXPERTS: layout.expert_shard_ranks}

@@ -20,6 +20,7 @@ from isotron.planner.job import Job
 from isotron.planner.legal import layouts
 from isotron.planner.memory import Bytes, communication, logits_bytes, plan_memory, recompute_bytes
 from isotron.planner.parameters import stage_layers
+from isotron.planner.states import per_element
 from isotron.planner.time import held_elements, held_experts, step_seconds
 
 FINALISTS = 2
@@ -59,9 +60,8 @@ def quick_memory(job: Job, context: float) -> float:
     """Bytes of the fullest rank from closed forms: state of the largest share, activations of the first rank."""
     held, experts, zero = held_elements(job), held_experts(job), job.layout.zero_stage
     own = (held - experts) / job.layout.shard_ranks + experts / job.layout.expert_shard_ranks
-    masters = job.wide if job.wide != job.element else 0
     state = (own if zero == 3 else held) * job.element + (own if zero >= 2 else held) * job.gradient
-    state += own * (masters + 2 * job.wide)
+    state += own * per_element(job)
     counts = [len(r) for r in stage_layers(job.config, job.layout)]
     kept = stage_bytes(job, max(counts), True, job.layout.stages == 1) * _in_flight(job)
     rest = recompute_bytes(job) + logits_bytes(job) + communication(job) + _temporary(job)

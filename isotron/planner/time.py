@@ -67,7 +67,7 @@ def _transfer(job: Job, place: Place) -> float:
     if layout.pp == 1:
         return 0.0
     share = layout.tp if layout.sequence_parallel or place.stack.scatter_gather else 1
-    wire = job.tokens * job.config.hidden_size * job.element / share
+    wire = job.tokens * job.config.hidden_size * job.residual / share
     stride = layout.tp * job.cp * job.dp
     apart = stride * layout.pp > device.node
     rate = device.outer * f.network if apart else device.inner * f.links

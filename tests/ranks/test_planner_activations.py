@@ -103,6 +103,15 @@ def test_softmaxes_and_routers(name: str, model: dict[str, Any]) -> None:
     check(job, saved(job))
 
 
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_a_wider_residual_stream(recompute: str) -> None:
+    for name in TINY:
+        dropout = 0.1 if name == "gpt-tiny" else 0.0
+        layout = Layout(dp=1, recompute=recompute, make_vocab_size_divisible_by=1, fp32_residual_connection=True)
+        job = job_of(name, layout, "bfloat16", dropout)
+        check(job, saved(job))
+
+
 def test_units_of_several_blocks() -> None:
     job = job_of("llama-tiny", Layout(dp=1, recompute="full", recompute_num_layers=2), "bfloat16", 0.0)
     check(job, saved(job))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -25,20 +26,20 @@ DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.
 SMALL = {"make_vocab_size_divisible_by": 8, "ddp_bucket_size": 9000}
 
 
-def job_of(name: str, layout: Layout, dtype: str, **model: Any) -> Job:
+def job_of(name: str, layout: Layout, dtype: str, optim: OptimConfig | None = None, **model: Any) -> Job:
     if name == "deepseek-v3-tiny":
         model = {"moe_layer_freq": "[0]+[1]*4", **model}
     config = replace(PRESETS[name], vocab_size=101, max_position_embeddings=32, num_layers=5, **model)
-    return Job(config, layout, 32, 1, 8, dtype)
+    return Job(config, layout, 32, 1, 8, dtype, optim=optim or OptimConfig())
 
 
 def real(job: Job) -> dict[str, Any]:
     """Bytes that this rank allocates, parameters by name, and elements of the whole model."""
     world = dist.get_world_size() if dist.is_initialized() else 1
-    axes = {"tp": job.layout.tp, "cp": job.cp, "dp": job.dp, "pp": job.layout.pp}
-    mesh = Mesh(dist.get_rank(), **axes) if world > 1 else Mesh()
-    model = ParallelModel(job.config, job.layout, mesh, DTYPES[job.dtype], torch.device("cpu"), 1)
-    optim = make_optimizer(model, OptimConfig())
+    mesh = Mesh(dist.get_rank(), **job.layout.axes) if world > 1 else Mesh()
+    frozen = job.optim.freeze
+    model = ParallelModel(job.config, job.layout, mesh, DTYPES[job.dtype], torch.device("cpu"), 1, frozen)
+    optim = make_optimizer(model, job.optim)
     away = sum(f.hosted.nbytes for f in (stage.flat for stage in model.stages.values()))
     flats = [stage.flat for stage in model.stages.values()]
 
@@ -50,7 +51,7 @@ def real(job: Job) -> dict[str, Any]:
         "weights": size([f.weights for f in flats]),
         "gradients": size([f.grads for f in flats]),
         "masters": optim.nbytes("master", host=False),
-        "moments": optim.nbytes("exp_avg", "exp_avg_sq", host=False),
+        "moments": optim.nbytes(host=False) - optim.nbytes("master", host=False),
         "host": optim.nbytes(host=True) + away,
         "names": {n: tuple(p.shard.shape) for s in model.stages.values() for n, p in s.placed.items()},
         "parameters": model.count_parameters(),
@@ -59,7 +60,7 @@ def real(job: Job) -> dict[str, Any]:
 
 def check(job: Job, found: dict[str, Any]) -> None:
     pp, tp, dp = found["at"]
-    parts = rank_stages(job.config, job.layout, pp, tp)
+    parts = rank_stages(job.config, job.layout, pp, tp, job.optim.freeze)
     planned = states(job, parts, dp)
     for kind in ("weights", "gradients", "masters", "moments", "host"):
         assert getattr(planned, kind) == found[kind], (kind, job.layout, found["at"])
@@ -67,8 +68,7 @@ def check(job: Job, found: dict[str, Any]) -> None:
     assert count_parameters(job.config) == found["parameters"]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize(("name", "dtype"), zip(TINY, cycle(DTYPES), strict=False))
 def test_one_process_of_every_family(name: str, dtype: str) -> None:
     job = job_of(name, Layout(dp=1, **SMALL), dtype)
     check(job, real(job))
@@ -100,3 +100,46 @@ def test_several_ranks(ranks: Callable[..., list[Any]], name: str, dtype: str, a
     job = job_of(name, Layout(**{"dp": 1, **SMALL, **axes}), dtype)
     for found in ranks(job.world, real, job):
         check(job, found)
+
+
+def state_of(found: dict[str, int]) -> tuple[int, ...]:
+    """What is compared of a build for one optimizer after another."""
+    return tuple(found[kind] for kind in ("weights", "gradients", "masters", "moments", "host"))
+
+
+SGD, LION, MUON, FACTORED = (OptimConfig(optimizer=name) for name in ("sgd", "lion", "muon", "adafactor"))
+RULES = (
+    SGD,
+    replace(SGD, sgd_momentum=0.0),
+    replace(LION, exp_avg_dtype="bfloat16"),
+    replace(MUON, exp_avg_dtype="int8"),
+    replace(MUON, muon_others="adafactor"),
+    FACTORED,
+    OptimConfig(exp_avg_dtype="bfloat16", exp_avg_sq_dtype="int8"),
+    OptimConfig(exp_avg_dtype="int8", exp_avg_sq_dtype="int8", master_remainders=True),
+    OptimConfig(freeze=("embed.*", "layers.1.*"), param_groups=("layers.0.*:optimizer=lion", "norm.*:optimizer=sgd")),
+)
+
+
+def every_rule(jobs: list[Job]) -> list[dict[str, Any]]:
+    """The builds of this rank."""
+    return [real(job) for job in jobs]
+
+
+@pytest.mark.parametrize(
+    ("name", "axes"),
+    [
+        ("llama-tiny", {"tp": 2, "dp": 2, "zero": 1}),
+        ("gpt-tiny", {"pp": 2, "dp": 2, "zero": 3}),
+        ("tiny-moe", {"dp": 4, "ep": 2, "zero": 2}),
+    ],
+)
+def test_every_rule_and_type_of_state(ranks: Callable[..., list[Any]], name: str, axes: dict[str, Any]) -> None:
+    layout = Layout(**{"dp": 1, **SMALL, **axes})
+    jobs = [job_of(name, layout, "bfloat16", optim) for optim in RULES]
+    away = replace(layout, optimizer_cpu_offload=True, optimizer_offload_fraction=0.5)
+    jobs += [job_of(name, away, "bfloat16", optim) for optim in (RULES[6], FACTORED)]
+    for rank in ranks(4, every_rule, jobs):
+        for job, found in zip(jobs, rank, strict=True):
+            check(job, found)
+    assert len({state_of(found) for found in rank}) == len(jobs)  # nothing is counted as something else
