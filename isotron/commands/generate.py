@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from isotron.commands.generation_options import CHOICE, ENGINE, settled
 from isotron.commands.helptext import options_help
@@ -51,7 +52,8 @@ def run(words: Sequence[str]) -> int:
     problems = [*parsed.problems, *settled(values, parsed)]
     world = from_environment()
     size = None if world is None else world.size
-    config = model_config(parsed, problems, size)
+    config = model_config(parsed, problems, size, pairs=True)
+    problems += _of_pairs(values) if two_streams(config) else []
     if problems:
         raise Refused(problems)
     for note in parsed.notes:
@@ -64,9 +66,15 @@ def run(words: Sequence[str]) -> int:
 
 
 def model_config(
-    parsed: Parsed, problems: list[Problem], size: int | None, shared: Mapping[str, Option] = SHARED
+    parsed: Parsed,
+    problems: list[Problem],
+    size: int | None,
+    shared: Mapping[str, Option] = SHARED,
+    pairs: bool = False,
 ) -> RunConfig:
-    """The checkpoint's run in the layout, on the device and in the dtype asked for by the options `shared`."""
+    """The checkpoint's run in the layout, on the device and in the dtype asked for by the options `shared`. `pairs`:
+    the command can do with an encoder and a decoder.
+    """
     load = parsed.given["load"].value if "load" in parsed.given else ""
     found = Found()
     if not load and "load" not in parsed.doubtful:
@@ -79,12 +87,25 @@ def model_config(
     asked = {n: g.value for n, g in parsed.given.items() if n in shared or n in TOKENIZER}
     config = changed(base, **{"dp": 1, **asked, "load": found.path, "sequence_parallel": False})
     devices = device_count(config.train.device)
-    if two_streams(config):
+    if two_streams(config) and not pairs:
         case = f"family {config.model.family} has an encoder and a decoder, and this command runs decoders alone"
-        problems.append(Problem(f"--load {load}", case, "isotron train --load, which validates it"))
+        problems.append(Problem(f"--load {load}", case, "isotron generate, or isotron train, which validates it"))
     if found.config is not None:
         problems += check(config, size, devices, 0, {*UNUSED, *parsed.doubtful})
     return finish(config, size, devices)
+
+
+def _of_pairs(values: Mapping[str, Any]) -> list[Problem]:
+    """What an encoder and a decoder are not asked for."""
+    asked = {"num_beams": 1, "speculate": "none", "draft": ""}
+    given = {name: values[name] for name, usual in asked.items() if values[name] != usual}
+    case = "an encoder and a decoder write an answer token by token, each the likeliest or drawn"
+    return [
+        Problem(
+            f"--{name.replace('_', '-')} {value}", case, f"--{name.replace('_', '-')} {asked[name] or '(left out)'}"
+        )
+        for name, value in given.items()
+    ]
 
 
 def _said(problem: Problem) -> Problem:

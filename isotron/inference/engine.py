@@ -160,7 +160,7 @@ class Engine:
         if self.guesser is not None:
             self.guesser.saw([w.row for w in work], spans)
         grown = [w for w in work if w.wanted]
-        draws = [d for w in grown for d in _draws(w, self.runner.decides)]
+        draws = [d for w in grown for d in draws_of(w, self.runner.decides)]
         told = self._told(logits, draws, [w.row.wish for w in grown for _ in range(w.wanted)])
         for w in work:
             if not w.wanted:
@@ -260,7 +260,7 @@ class Engine:
             answers = [self.add(prompt, wish, first_request + i) for i, prompt in enumerate(given)]
             while not self.idle:
                 self.step()
-                _refuse_errors(answers)
+                refuse_errors(answers)
         return [best(rows, wish.n) for rows in answers]
 
     def _enough(self, prompts: Sequence[Sequence[int]], wish: Wish) -> int:
@@ -314,7 +314,8 @@ def _draw(row: Row, history: Sequence[int]) -> Draw:
     return Draw(row.wish.sampling, row.request, history, row.prompt, row.sample)
 
 
-def _draws(work: Work, decides: bool) -> list[Draw]:
+def draws_of(work: Work, decides: bool) -> list[Draw]:
+    """What the choices of a row in a pass depend on; grammars are looked at where it is decided."""
     row = work.row
     if row.grammar is not None and decides:
         return [replace(_draw(row, row.tokens), allowed=row.grammar.allowed())]
@@ -331,7 +332,8 @@ def best(rows: list[Row], count: int) -> list[Row]:
     return sorted(rows, key=lambda r: -sum(r.logprobs) / max(1, len(r.logprobs)))[:count]
 
 
-def _refuse_errors(answers: Sequence[Sequence[Row]]) -> None:
+def refuse_errors(answers: Sequence[Sequence[Row]]) -> None:
+    """Refuse answers that ended because the logits were no numbers."""
     for i, rows in enumerate(answers):
         for row in rows:
             if row.reason == "error":
@@ -365,4 +367,4 @@ def _check_config(config: EngineConfig, model: ParallelModel, draft: ParallelMod
         raise Refused(problems)
 
 
-__all__ = ["NOT_A_TOKEN", "Engine", "Generated", "best"]
+__all__ = ["NOT_A_TOKEN", "Engine", "Generated", "best", "draws_of", "refuse_errors"]

@@ -6,6 +6,7 @@ Called in place for one process, by `launch.run_local` or by a launcher for seve
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from isotron.hub.opened import ORIGIN
 from isotron.inference.beam import Beams, search
 from isotron.inference.config import Ending, EngineConfig, Sampling, Wish
 from isotron.inference.engine import Engine
+from isotron.inference.pairs import PairEngine
 from isotron.inference.row import Row
 from isotron.inference.session import find_step, session, without_training
 from isotron.tokenizers.base import DESCRIPTOR, Tokenizer
@@ -74,6 +76,8 @@ def open_engine(
     foreign = is_foreign(step)
     tokenizer = foreign_tokenizer(config) if foreign else find_tokenizer(config, step, read_manifest(step))
     model = loaded_model(with_sizes(config, tokenizer), step, mesh, device)
+    if getattr(config.model, "two_streams", False):
+        return PairEngine(model, tokenizer, how)
     smaller = None
     if draft:
         found = find_step(draft, mesh.group(*AXES), "--draft")
@@ -136,9 +140,13 @@ def continue_texts(engine: Engine, options: Mapping[str, Any]) -> list[dict[str,
     """Per answer: prompt, text (its continuation), tokens, logprobs, prompt_tokens, finish_reason."""
     prompts: Sequence[str] = options["prompts"]
     tokenizer = _tokenizer(engine)
+    wish = wish_of(options, engine.ends(options.get("ends")))
+    if isinstance(engine, PairEngine):
+        sources = [[*source_of(tokenizer, text), *end_of_source(tokenizer, options)] for text in prompts]
+        pairs = zip(prompts, sources, engine.answer(sources, wish), strict=True)
+        return [written(tokenizer, prompt, source, row) for prompt, source, rows in pairs for row in rows]
     first = list(tokenizer.prefix) if options.get("origin") else []
     ids = [first + row for row in tokenizer.encode_batch(list(prompts))]
-    wish = wish_of(options, engine.ends(options.get("ends")))
     if options["num_beams"] > 1:
         beams = Beams(options["num_beams"], options["length_penalty"], options["early_stopping"])
         answers = search(engine, ids, wish, beams)
@@ -177,6 +185,36 @@ def _described(tokenizer: Tokenizer, prompt: str, row: Row) -> dict[str, Any]:
     return {**found, "top_logprobs": row.tops} if row.wish.tops else found
 
 
+def source_of(tokenizer: Tokenizer, text: str) -> list[int]:
+    """The ids of a prompt for an encoder; `<extra_id_N>` is the sentinel of that number, where there is one."""
+    known: Sequence[int] = getattr(tokenizer, "extra_ids", ())
+    ids: list[int] = []
+    for piece in re.split(r"(<extra_id_[0-9]+>)", text) if known else [text]:
+        number = int(piece[10:-1]) if piece.startswith("<extra_id_") and piece.endswith(">") else len(known)
+        ids += [known[number]] if number < len(known) else tokenizer.encode(piece) if piece else []
+    return ids
+
+
+def end_of_source(tokenizer: Tokenizer, options: Mapping[str, Any]) -> list[int]:
+    """What ends the text that an encoder reads: as in training, or as the directory of the model says."""
+    own = tokenizer.eod if tokenizer.eos is None else tokenizer.eos
+    return [next(iter(options.get("ends") or (own,)))]
+
+
+def written(tokenizer: Tokenizer, prompt: str, source: list[int], row: Row) -> dict[str, Any]:
+    """An answer that a decoder wrote about a prompt: text, tokens, logprobs, prompt_tokens, finish_reason."""
+    new = row.new
+    ended = row.reason == "stop" and bool(new) and new[-1] in row.wish.ending.stop_ids
+    text = row.text.whole if row.text is not None else tokenizer.decode(new[:-1] if ended else new)
+    about = {"prompt": prompt, "text": text, "prompt_tokens": source, "tokens": new, "logprobs": row.logprobs}
+    return {
+        **about,
+        "finish_reason": row.reason,
+        "written": True,
+        **({"top_logprobs": row.tops} if row.wish.tops else {}),
+    }
+
+
 def continuation(tokenizer: Tokenizer, prompt: list[int], new: list[int]) -> str:
     """The text of `new` as it stands after `prompt`; decoded alone, its first space might be lost."""
     before, whole = tokenizer.decode(prompt) if prompt else "", tokenizer.decode([*prompt, *new])
@@ -184,8 +222,8 @@ def continuation(tokenizer: Tokenizer, prompt: list[int], new: list[int]) -> str
 
 
 def as_text(results: Sequence[Mapping[str, Any]]) -> str:
-    """Each prompt with its continuation; an empty line between them."""
-    return "\n\n".join(r["prompt"] + r["text"] for r in results)
+    """Each prompt with its continuation, or what was written about it alone; an empty line between them."""
+    return "\n\n".join(("" if r.get("written") else r["prompt"]) + r["text"] for r in results)
 
 
 def as_json(step: Path, results: Sequence[Mapping[str, Any]]) -> str:

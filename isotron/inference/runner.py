@@ -81,7 +81,7 @@ class Runner:
         asked = {id(s): n for s, n in zip(spans, wanted, strict=True)}
         x_O1D = x_T1D[_asked_tokens(now, asked)]
         logits = self.module.logits_of(x_O1D)[:, 0]
-        return _in_given_order(self._whole_vocabulary(logits), spans, now, asked)
+        return _in_given_order(self.whole_vocabulary(logits), spans, now, asked)
 
     def _through(self, now: Pass, cache: Cache) -> Tensor | None:
         """x_T1D of the last stage's blocks; the other stages send theirs on."""
@@ -89,7 +89,7 @@ class Runner:
         batch = _batch(now)
         cache.now = now
         self.turns.take(now, batch)
-        x_T1D: Tensor = self.module.hidden(batch, self._receive(batch))
+        x_T1D: Tensor = self.module.hidden(batch, self.receive(batch))
         cache.now = None
         if self.module.is_last:
             return x_T1D
@@ -134,7 +134,7 @@ class Runner:
         self.cache.now = None
         asked = {id(s): 1 for s in spans}
         x_O1D = x_T1D[_asked_tokens(now, asked)]
-        logits = self._whole_vocabulary(self.module.head.logits(x_O1D)[:, 0])
+        logits = self.whole_vocabulary(self.module.head.logits(x_O1D)[:, 0])
         outputs = dict(zip(map(id, now.spans), x_O1D.unbind(0), strict=True))
         return _in_given_order(logits, spans, now, asked), [outputs[id(s)] for s in spans]
 
@@ -142,7 +142,7 @@ class Runner:
         """The decider's tensor on every rank, in place."""
         return comm.broadcast(values, self.world, self.decider)
 
-    def _receive(self, batch: Batch) -> dict[str, Tensor]:
+    def receive(self, batch: Batch) -> dict[str, Tensor]:
         """What the stage before sends; nothing on the first stage."""
         group = self.mesh.group("pp")
         if group.index == 0:
@@ -159,7 +159,7 @@ class Runner:
         (pending,) = comm.exchange([(x_T1D.contiguous(), group.ranks[group.index + 1])], [], group)
         pending.wait()
 
-    def _whole_vocabulary(self, local: Tensor) -> Tensor:
+    def whole_vocabulary(self, local: Tensor) -> Tensor:
         """[O, V]: every rank's columns, without the padding; every rank holds equally many, real or padding."""
         held = self.module.head.weight.shape[0]
         if self.mesh.sizes["tp"] > 1 and local.shape[-1] < held:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +22,9 @@ from isotron.core.parallel.model import ParallelModel
 from isotron.core.parallel.plan import Layout
 from isotron.hub.live import from_hf, to_hf
 from isotron.hub.reader import HFSource
+from isotron.inference.config import Ending, EngineConfig, Sampling, Wish
+from isotron.inference.generate import source_of
+from isotron.inference.pairs import PairEngine
 
 pytest.importorskip("transformers")
 V, E, S = 131, 200, 90
@@ -99,6 +104,48 @@ def test_logits_gradients_and_the_way_back(kind: str, tmp_path: Path) -> None:
         close(name, sink.buffer[: len(found)], found)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_writes_what_the_other_library_writes(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Greedy, token for token: prompts of several lengths in batches of three, ends at different places."""
+    twin = twin_of(kind)
+    twin.generation_config.eos_token_id = 40
+    twin.save_pretrained(tmp_path)
+    draw = torch.Generator().manual_seed(3)
+    prompts = [torch.randint(2, V, (n,), generator=draw).tolist() for n in (30, 7, 150, 1)]
+    theirs = [twin.generate(torch.tensor([p]), max_new_tokens=24, do_sample=False, use_cache=False)[0, 1:].tolist()
+              for p in prompts]  # fmt: skip
+    engine = PairEngine(from_hf(tmp_path, Layout(dp=1)), None, EngineConfig(rows=3))
+    free = engine.generate(prompts, 24, stop_ids=())
+    assert all(ours[: len(row)] == row for ours, row in zip(free.tokens, theirs, strict=True))
+    stops = tuple({row[5] for row in free.tokens[:2]})  # some rows end early, the others go on in a smaller batch
+    found = engine.generate(prompts, 24, stop_ids=stops)
+    for ours, row, reason in zip(found.tokens, free.tokens, found.reasons, strict=True):
+        end = next((i + 1 for i, token in enumerate(row) if token in stops), 24)
+        assert ours == row[:end] and reason == ("stop" if row[end - 1] in stops else "length")
+    assert min(map(len, found.tokens)) < 24 and engine.model.stages[0].module.training
+    drawn = engine.answer(prompts, Wish(Sampling(1.0), Ending(9), n=2, best_of=3))
+    assert [len(rows) for rows in drawn] == [2] * 4 and drawn[0][0].new != drawn[0][1].new
+    text = " ".join(map(str, prompts[0]))
+    words = ["generate", "--load", str(tmp_path), "--max-new-tokens", "9", "--temperature", "0", "--json"]
+    assert main([*words, "--prompt", text]) == 0
+    (answer,) = json.loads(capsys.readouterr().out)["results"]
+    own = twin.generate(torch.tensor([[*prompts[0], 40]]), max_new_tokens=9, do_sample=False, use_cache=False)
+    assert answer["prompt_tokens"] == [*prompts[0], 40] and answer["tokens"] == own[0, 1:].tolist()
+    assert main([*words, "--prompt", text, "--num-beams", "2"]) == 2 and main([*words, "--prompt", "-4"]) == 2
+    err = capsys.readouterr().err
+    assert "--num-beams 2" in err and "token by token" in err
+    with pytest.raises(Refused, match="it has no token"):
+        engine.generate([[]], 3)
+
+
+def test_a_prompt_names_sentinels() -> None:
+    letters: Any = SimpleNamespace(extra_ids=(900, 899), encode=lambda text: [ord(c) for c in text])
+    assert source_of(letters, "a<extra_id_1>b<extra_id_0>") == [97, 899, 98, 900]
+    assert source_of(letters, "<extra_id_2>") == [ord(c) for c in "<extra_id_2>"]  # there is none of this number
+    plain: Any = SimpleNamespace(encode=letters.encode)
+    assert source_of(plain, "<extra_id_1>") == letters.encode("<extra_id_1>")
+
+
 @pytest.mark.parametrize(("buckets", "farthest"), [(32, 128), (16, 50), (8, 20)])
 def test_buckets_are_the_other_librarys(buckets: int, farthest: int) -> None:
     from transformers.models.t5.modeling_t5 import T5Attention
@@ -118,7 +165,7 @@ def test_commands_convert_it_and_say_what_they_do_not(tmp_path: Path, capsys: py
     assert files[0].keys() == files[1].keys() and all(torch.equal(t, files[1][name]) for name, t in files[0].items())
     assert main(["inspect", str(ours)]) == 0
     capsys.readouterr()
-    for verb, *words in (["generate", "--prompt", "x"], ["score", "--text", "x"], ["evaluate", "--task", "lambada=x"]):
+    for verb, *words in (["score", "--text", "x"], ["evaluate", "--task", "lambada=x"]):
         assert main([verb, "--load", str(ours), *words]) == 2
         assert "this command runs decoders alone" in capsys.readouterr().err
     assert main(["compare", str(ours), str(back)]) == 2 and "two streams of tokens" in capsys.readouterr().err

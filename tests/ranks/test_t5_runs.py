@@ -6,7 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from isotron.core.mesh import Mesh
+from isotron.core.parallel.model import ParallelModel
+from isotron.core.parallel.plan import Layout
+from isotron.inference.config import EngineConfig
+from isotron.inference.pairs import PairEngine
 from tests.ranks import runs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -39,3 +45,24 @@ def test_goes_on_in_every_layout(ranks: Any, tmp_path: Path) -> None:
         found, own = runs.tensors(runs.step_dir(rest, 4)), runs.tensors(runs.step_dir(whole, 4))
         assert found.keys() == own.keys()
         assert all((found[n] - own[n]).abs().max() <= 1e-9 * own[n].abs().max() + 1e-15 for n in own), name
+
+
+WRITES: dict[str, dict[str, Any]] = {"1": {}, "TP2xPP2": {"tp": 2, "pp": 2}, "PP4": {"pp": 4}}
+
+
+def write(layout: dict[str, Any]) -> list[list[int]]:
+    """What this rank's model writes, the likeliest tokens and drawn ones."""
+    mesh = Mesh(runs.here().rank, **{"tp": 1, "pp": 1, "dp": 1, **layout})
+    where = Layout(dp=1, **layout, make_vocab_size_divisible_by=8)
+    model = ParallelModel(runs.MODELS["t5"], where, mesh, torch.float64, torch.device("cpu"), 5)
+    engine = PairEngine(model, None, EngineConfig(rows=2))
+    prompts = [[5, 7, 9, 1], [1], [8] * 30]
+    return [row for t in (0.0, 1.0) for row in engine.generate(prompts, 12, temperature=t, stop_ids=(3, 4)).tokens]
+
+
+def test_writes_the_same_in_every_layout(ranks: Any) -> None:
+    """Stages that hold the encoder alone, blocks of both, and the decoder alone."""
+    (alone,) = ranks(1, write, WRITES["1"])
+    assert len({tuple(row) for row in alone}) == 6
+    for layout in (WRITES["TP2xPP2"], WRITES["PP4"]):
+        assert ranks(4, write, layout) == [alone] * 4

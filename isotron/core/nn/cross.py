@@ -77,11 +77,16 @@ class CrossAttention(nn.Module):
 
     def forward(self, x_BSD: Tensor, ctx: Streams, pre: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         """`pre` is applied to x first and computed again in the backward."""
+        q_BHSN = self._heads(self.q(x_BSD, pre))
+        k_BHEN, v_BHEN = self.seen(ctx)
+        return self.out(self.core(q_BHSN, k_BHEN, v_BHEN, ctx).transpose(1, 2).flatten(2))
+
+    def seen(self, ctx: Streams) -> tuple[Tensor, Tensor]:
+        """Keys and values of what the encoder gave."""
         if ctx.memory_BED is None:
             raise ValueError("cross-attention without what the encoder gave")
-        q_BHSN = self._heads(self.q(x_BSD, pre))
         k_BHEN, v_BHEN = (self._heads(part) for part in self.kv(ctx.memory_BED).chunk(2, -1))
-        return self.out(self.core(q_BHSN, k_BHEN, v_BHEN, ctx).transpose(1, 2).flatten(2))
+        return k_BHEN, v_BHEN
 
     def _heads(self, x_BSX: Tensor) -> Tensor:
         return x_BSX.unflatten(-1, (-1, self.head_size)).transpose(1, 2)

@@ -84,6 +84,16 @@ class EncoderDecoder(Decoder):
             found["hidden"] = self._through_blocks(found["hidden"], ctx, blocks[len(encoder) :], len(encoder))
         return {name: found[name] for name in self.hands_on(batch, self.held.stop)}
 
+    def further(self, batch: Batch, done: int, hidden: Tensor | None) -> Tensor:
+        """What one more token of each row becomes on this stage, behind `done` of them; blocks remember those. The
+        stage that begins with the decoder's tokens takes nothing.
+        """
+        x = self._embedded(batch.tokens) if hidden is None else hidden
+        positions_T = torch.arange(done + 1, device=batch.tokens.device)
+        unseen_B11E = source_of(batch)[1]
+        ctx = Streams(batch, bias_HST=self.decoder_bias(positions_T, queries=1), unseen_B11E=unseen_B11E)
+        return self._through_blocks(x, ctx, [b for b in self.layers.items() if int(b[0]) >= self.split[0]])
+
     def _embedded(self, ids_BS: Tensor) -> Tensor:
         x = self._through("embed", ids_BS, self.embed)
         return x if self.widths is None else x.to(self.widths[0])

@@ -26,9 +26,9 @@ class RelativeBias(nn.Module):
         self.weight = nn.Parameter(torch.empty(buckets, heads))
         self.farthest, self.causal = farthest, causal
 
-    def forward(self, positions_S: Tensor) -> Tensor:
-        """bias_HST, where queries and keys are the same positions."""
-        apart_ST = positions_S[None, :] - positions_S[:, None]
+    def forward(self, positions_T: Tensor, queries: int = 0) -> Tensor:
+        """bias_HST of keys at these positions, and of queries at the last `queries` of them, 0 for all."""
+        apart_ST = positions_T[None, :] - positions_T[-queries:, None]
         ids_ST = bucket(apart_ST, self.weight.shape[0], self.farthest, self.causal)
         return looked_up(ids_ST, self.weight).permute(2, 0, 1)
 
