@@ -35,7 +35,8 @@ import torch
 from isotron.config.check import finish
 from isotron.config.schema import RunConfig, changed
 from isotron.core.checkpoint.load import Source
-from isotron.core.checkpoint.locate import steps
+from isotron.core.checkpoint.locate import steps, verify_files
+from isotron.core.errors import Refused
 from isotron.core.layout import whole
 from isotron.core.models.llama_config import LlamaConfig
 from isotron.launch import run_local
@@ -197,8 +198,8 @@ def replay(job: Soak, home: Path) -> None:
 
 
 def flip_file(run: Path, dice: random.Random) -> bool:
-    """One bit of one file of the newest checkpoint, or of the pointer; never of the only checkpoint."""
-    found = [s for s in steps(run) if (s / "manifest.json").exists()]
+    """One bit of one file of the newest checkpoint, or of the pointer; never of the only one that is whole."""
+    found = [s for s in steps(run) if whole_bytes(s)]
     if len(found) < 2:
         return False
     files = [*(f for f in found[0].iterdir() if f.is_file() and f.stat().st_size), run / "latest"]
@@ -206,6 +207,15 @@ def flip_file(run: Path, dice: random.Random) -> bool:
     data = bytearray(file.read_bytes())
     data[dice.randrange(len(data))] ^= 1 << dice.randrange(8)
     file.write_bytes(data)
+    return True
+
+
+def whole_bytes(step: Path) -> bool:
+    """Whether every byte of a checkpoint is as it was written."""
+    try:
+        verify_files(step)
+    except Refused:
+        return False
     return True
 
 

@@ -13,7 +13,7 @@ from isotron.core.checkpoint.group import GroupRanks
 from isotron.core.checkpoint.locate import find_together
 from isotron.core.checkpoint.near import Near
 from isotron.core.checkpoint.near_source import NearSource, find_near
-from isotron.core.errors import refuse
+from isotron.core.errors import Refused, refuse
 from isotron.hub.foreign import is_foreign
 from isotron.launch import World
 from isotron.train.begin import begin, is_weights_only
@@ -70,7 +70,7 @@ def _load(state: TrainState, near: Near | None, own: bool, scratch: Path, say: C
     if foreign:
         begin(state, Path(wanted.load), say)
         return Path(wanted.load)
-    found = find_together(wanted.load, ranks, say) if exists else None
+    found, damaged = _complete(state, near, say) if exists else (None, None)
     if found is not None and (wanted.finetune or is_weights_only(found)):
         begin(state, found, say)
         return found
@@ -82,6 +82,8 @@ def _load(state: TrainState, near: Near | None, own: bool, scratch: Path, say: C
     elif found is not None:
         _whole(state)
         load_state(state, found)
+    elif damaged is not None:
+        raise damaged
     elif own:
         say(f"isotron: {wanted.load} holds no checkpoint yet, a new run begins")
         return None
@@ -94,6 +96,17 @@ def _load(state: TrainState, near: Near | None, own: bool, scratch: Path, say: C
     place = found if newer is None else newer.path
     say(f"isotron: resumed from {place} at step {state.step}, {state.consumed_samples} samples consumed")
     return where
+
+
+def _complete(state: TrainState, near: Near | None, say: Callable[[str], None]) -> tuple[Path | None, Refused | None]:
+    """The newest complete checkpoint of `load`; the refusal where every one is damaged, but the nodes may have one."""
+    wanted = state.config.checkpoint
+    try:
+        return find_together(wanted.load, state.ranks, say), None
+    except Refused as refusal:  # the same on all ranks
+        if near is None or wanted.finetune:
+            raise
+        return None, refusal
 
 
 def _load_newer(state: TrainState, source: NearSource, scratch: Path, say: Callable[[str], None]) -> Path:

@@ -79,10 +79,27 @@ def test_other_layouts_other_runs_and_other_places(ranks: Any, tmp_path: Path) -
     shutil.copytree(tmp_path / "saved", kept, dirs_exist_ok=True)
     ((_, heard),) = ranks(1, runs.train_heard, runs.changed(cfg, train_iters=16), str(home))
     assert f"resumed from {home}" in heard  # the same step in both
+    whole = damage(home)
+    ((_, heard),) = ranks(1, runs.train_heard, runs.changed(cfg, train_iters=16), str(home))
+    assert f"resumed from {near}" in heard  # every checkpoint of the run is damaged, that of a node is not
+    damage(home)
+    shutil.rmtree(kept)
+    with pytest.raises(Refused, match=r"manifest\.json is missing, damaged"):
+        ranks(1, runs.train, runs.changed(cfg, train_iters=16), str(home))
+    for manifest, text in whole.items():
+        manifest.write_text(text)
     (home / "local_run").write_text("another")
     cut_off(home, 16)
     ((_, heard),) = ranks(1, runs.train_heard, runs.changed(cfg, train_iters=9), str(home))
     assert "at step 9" in heard
+
+
+def damage(home: Path) -> dict[Path, str]:
+    """Spoil the manifest of every step; what they were."""
+    whole = {manifest: manifest.read_text() for manifest in home.glob("step_*/manifest.json")}
+    for manifest in whole:
+        manifest.write_text("{")
+    return whole
 
 
 def near_of(base: str) -> Near:
