@@ -10,6 +10,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from isotron import cli
+from isotron.config.check import finish
 from isotron.config.schema import RunConfig, changed
 from isotron.core.errors import Refused
 from isotron.core.models.gpt_config import GPTConfig
@@ -19,6 +20,7 @@ from isotron.core.parallel.host import HostActivations
 from isotron.core.parallel.plan import Layout
 from isotron.planner.activations import stage_bytes
 from isotron.planner.budget import GIB, choices, choose, peak_bytes, within_budget
+from isotron.train.dryrun.rank import dry
 from isotron.train.verify import Case, measure
 from tests.ranks.bodies import build, steps_of
 from tests.ranks.test_planner_activations import job_of, saved
@@ -145,6 +147,20 @@ def test_eight_times_the_sequence_in_the_same_memory(mode: str) -> None:
     job = job_of("llama-tiny", Layout(dp=1, recompute=mode), "bfloat16", 0.0)
     long = replace(job.with_layout(cp=8), seq=8 * job.seq)
     assert peak_bytes(long) == peak_bytes(job)
+
+
+def test_the_same_memory_in_a_ring_of_any_size() -> None:
+    """What is on its way in a ring does not grow with its ranks: counted call by call, eight times the sequence on
+    eight ranks takes what two on two take, and little more than one alone.
+    """
+    model = replace(MODEL, num_layers=2, hidden_size=128, ffn_hidden_size=256, vocab_size=128,
+                    max_position_embeddings=8192)  # fmt: skip
+    found = {}
+    for cp in (1, 2, 8):
+        leaves = {"dp": 1, "cp": cp, "zero": 0, "seq_length": 1024 * cp, "make_vocab_size_divisible_by": 8}
+        usual = {"global_batch_size": 1, "micro_batch_size": 1, "train_iters": 1, "dtype": "bfloat16", "device": "cpu"}
+        found[cp] = dry(finish(changed(RunConfig(model=model), **leaves, **usual)), 0).activations
+    assert found[2] == found[8] < 1.15 * found[1]
 
 
 def test_the_plan_chooses_too(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,6 +10,7 @@ Source: Liu et al. 2023 (ring attention), Brandon et al. 2023 (zigzag), Llama te
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -69,7 +70,7 @@ class _Ring(torch.autograd.Function):
         group, n = ctx.group, ctx.group.size
         dq, dk, dv = zeros_like_wide(q, k, v)
         held = k.contiguous(), v.contiguous()
-        returning: list[list[comm.Pending]] = []
+        returning: deque[Sequence[comm.Pending]] = deque()
         for step in range(ctx.steps):
             coming = _pass_on(held, group) if step + 1 < ctx.steps else ()
             owner, worker = (group.index - step) % n, (group.index + step) % n
@@ -79,13 +80,11 @@ class _Ring(torch.autograd.Function):
                 sends = [(x.to(k.dtype), group.ranks[owner]) for x in part]
                 receives = [(torch.empty_like(x), group.ranks[worker]) for x, _ in sends]
                 returning.append(comm.exchange(sends, receives, group))
+            if len(returning) > 1:  # what is under way is memory: of two steps, however many ranks there are
+                _returned(returning.popleft(), dk, dv)
             held = _arrived(coming, held)
         for pending in returning:
-            *sent, dk_part, dv_part = pending
-            dk.add_(dk_part.wait())
-            dv.add_(dv_part.wait())
-            for p in sent:
-                p.wait()
+            _returned(pending, dk, dv)
         dsinks = sinks_gradient(do, o, lse, sinks)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks, None, None, None, None
 
@@ -102,6 +101,15 @@ def _arrived(coming: Sequence[comm.Pending], held: tuple[Tensor, Tensor]) -> tup
         return held
     _, _, k, v = (p.wait() for p in coming)
     return k, v
+
+
+def _returned(pending: Sequence[comm.Pending], dk: Tensor, dv: Tensor) -> None:
+    """Add what another rank found of the gradients of the own block."""
+    *sent, dk_part, dv_part = pending
+    dk.add_(dk_part.wait())
+    dv.add_(dv_part.wait())
+    for p in sent:
+        p.wait()
 
 
 class _Gathered(torch.autograd.Function):
