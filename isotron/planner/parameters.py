@@ -34,8 +34,10 @@ _MLP = (
     "attention_post_norm",
     "mlp_post_norm",
 )
+_CROSS = ("cross_norm", "cross.q", "cross.kv", "cross.out")
 # not every family has them, and `*norm*` would match
 _OPTIONAL = (
+    "cross_norm",
     *("attention.q_norm", "attention.k_norm", "attention.kv_norm"),
     *("attention_post_norm", "mlp_post_norm"),
 )
@@ -90,7 +92,7 @@ def rank_stages(
     split, table = stage_layers(config, layout), config.layout(layout.padded_vocab(config.vocab_size))
     held, known, parts = holders(config, table, split), set[str](), []
     for number in (s for s, holder in enumerate(layout.placement) if holder == pp_rank):
-        names = stage_names(table, split[number], number == 0, number == layout.stages - 1)
+        names = stage_names(config, table, split[number], number == 0, number == layout.stages - 1)
         parts.append(_part(table, number, split[number], names, layout, tp_rank, held, known, frozen))
     return parts
 
@@ -118,12 +120,15 @@ def _part(
     return StagePart(number, layers, placed, tuple(spans))
 
 
-def stage_names(table: Table, layers: range, first: bool, last: bool) -> Iterator[str]:
+def stage_names(config: Any, table: Table, layers: range, first: bool, last: bool) -> Iterator[str]:
     """Parameter names of a stage in the order in which its modules are registered."""
     aliases = {alias for alias, _ in table.ties if alias.startswith("mtp")}
-    modules = [*(_FIRST if first else ()), *(_LAST if last else ())]
+    if hasattr(config, "ends_of"):
+        modules = list(config.ends_of(layers, first, last))
+    else:
+        modules = [*(_FIRST if first else ()), *(_LAST if last else ())]
     latent = any(rule.pattern.endswith("attention.kv_up.weight") for rule in table.rules)
-    block = ("attention_norm", *(_LATENT if latent else _ATTENTION), *_MLP)
+    block = ("attention_norm", *(_LATENT if latent else _ATTENTION), *_MLP, *_CROSS)
     modules += [f"layers.{i}.{part}" for i in layers for part in block]
     if last:
         modules += _predictions(table, block)
@@ -148,5 +153,5 @@ def _matches(name: str, pattern: str) -> bool:
 def count_parameters(config: Any) -> int:
     """Elements of the whole model, each once, without padding."""
     table = config.layout(config.vocab_size)
-    names = {table.canonical(n) for n in stage_names(table, range(config.num_layers), True, True)}
+    names = {table.canonical(n) for n in stage_names(config, table, range(config.num_layers), True, True)}
     return sum(prod(table.rule(n).shape) for n in names)

@@ -120,7 +120,8 @@ def _of_pairs(job: Job) -> Flops:
         each, output = job.config.multiplications(job.seq, causal)
         model, full = full, 2.0 * job.global_batch * (sum(map(sum, each)) + output)
     if job.layout.recompute == "full":
-        again = full - 2.0 * job.global_batch * output - 2 * job.step_tokens * unread(job) * job.config.num_layers
+        left_out = unread(job) * job.config.block_tokens(job.seq)
+        again = full - 2.0 * job.global_batch * (output + left_out)
     return Flops(3 * model, 3 * full, 3 * full + again)
 
 

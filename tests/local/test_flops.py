@@ -13,8 +13,10 @@ from isotron.core.mesh import Mesh
 from isotron.core.models.gpt_config import GPTConfig
 from isotron.core.models.llama_config import LlamaConfig
 from isotron.core.models.olmo2_config import Olmo2Config
+from isotron.core.models.t5_config import T5Config
 from isotron.core.parallel.model import ParallelModel
 from isotron.core.parallel.plan import Layout
+from isotron.core.parallel.split import model_costs
 from isotron.planner import work
 from isotron.planner.job import Job
 from isotron.train.flops import step_flops
@@ -47,9 +49,9 @@ CPU_OPERATIONS = {
 }
 
 
-def counted(config: Any, **leaves: Any) -> tuple[float, int]:
-    """FLOPs that torch sees in a step of one process, and the step's positions; sequences of 32."""
-    case = Case(config, Layout(dp=1, make_vocab_size_divisible_by=64, **leaves), micro_batch=2)
+def counted(config: Any, rows: Any = None, **leaves: Any) -> tuple[float, int]:
+    """FLOPs that torch sees in a step of one process, and the step's positions; sequences of 32, or of `rows`."""
+    case = Case(config, Layout(dp=1, make_vocab_size_divisible_by=64, **leaves), micro_batch=2, **rows or {})
     model = ParallelModel(config, case.layout, Mesh(), torch.float32, torch.device("cpu"), seed=1)
     batches = microbatches(case, 0, Mesh().group("dp"))
     with FlopCounterMode(display=False, custom_mapping=CPU_OPERATIONS) as counter:
@@ -72,6 +74,21 @@ def test_the_fused_kernel_forms_the_scores_once_more(config):
     found, tokens = counted(config)
     again = config.num_layers * 2 * config.num_attention_heads * config.head_size * 32 * tokens
     assert step_flops(config, tokens, 32, causal=False) + again == pytest.approx(found, rel=0.01)
+
+
+@pytest.mark.parametrize("leaves", [{}, {"recompute": "full"}], ids=["kept", "again"])
+def test_rows_of_an_encoder_and_of_a_decoder_count_for_themselves(leaves):
+    """Scores are explicit; what each block costs, too, is what torch counts, so a balanced split balances."""
+    config = T5Config(3, 2, 64, 4, 24, 160, 101, 32, decoder_seq_length=12, feed_forward_proj="gated-gelu")
+    found, tokens = counted(config, {"sequence": 12, "source": 32}, **leaves)
+    job = Job(config, Layout(dp=1, **leaves), 32, 1, tokens // 12)
+    assert work.step_flops(job).hardware == pytest.approx(found, rel=0.01)
+    assert step_flops(config, tokens // 12 * 32, 32, causal=False) == pytest.approx(work.step_flops(job).full)
+    assert step_flops(config, tokens // 12 * 32, 32) == pytest.approx(work.step_flops(job).model)
+    fewer, _ = counted(replace(config, decoder_num_layers=1), {"sequence": 12, "source": 32}, **leaves)
+    costs = model_costs(config)
+    share = (found - fewer) / found
+    assert costs.blocks[-1] / (sum(costs.blocks) + costs.last) == pytest.approx(share, rel=0.01 if not leaves else 0.1)
 
 
 @pytest.mark.parametrize("config", [GPT, LLAMA, NORMS_AFTER], ids=["gpt", "llama", "norms-after"])

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from isotron.config.schema import PRESETS
 from isotron.core.errors import Refused
 from isotron.core.models.gpt_config import GPTConfig
 from isotron.core.models.llama_config import LlamaConfig
@@ -66,6 +68,20 @@ def test_no_other_split_is_cheaper(blocks: list[int], stages: int, first: int, l
     for cuts in combinations(range(1, len(blocks)), stages - 1):
         other = [b - a for a, b in zip((0, *cuts), (*cuts, len(blocks)), strict=True)]
         assert cost_of(counts, costs) <= cost_of(other, costs)
+
+
+def test_blocks_of_an_encoder_and_a_decoder_count_for_their_rows() -> None:
+    """T5-base on 512 and 114 tokens: a block of the decoder costs a third of the encoder's, so its stages hold more."""
+    model = replace(PRESETS["t5-base"], decoder_seq_length=114)
+    costs = model_costs(model)
+    encoding, decoding = costs.blocks[0], costs.blocks[-1]
+    assert costs.blocks == (encoding,) * 12 + (decoding,) * 12 and costs.last == 114 * 768 * 32128
+    d, f = 768, 3072
+    assert encoding == 512 * (4 * d * d + 2 * d * f + 2 * d * 512)
+    assert decoding == 114 * (4 * d * d + 2 * d * f + 2 * d * (114 + 512)) + 2 * d * d * (114 + 512)
+    counts = balanced_counts(costs, 4)
+    assert counts[0] < 6 < counts[-1] and sum(counts) == 24
+    assert cost_of(counts, costs) < 0.85 * cost_of([6, 6, 6, 6], costs)
 
 
 def test_the_output_layer_counts() -> None:

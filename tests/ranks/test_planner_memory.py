@@ -21,7 +21,7 @@ from isotron.planner.job import Job
 from isotron.planner.memory import states
 from isotron.planner.parameters import count_parameters, rank_stages
 
-TINY = [name for name in PRESETS if name.endswith("-tiny") and name != "t5-tiny"]
+TINY = [name for name in PRESETS if name.endswith("-tiny")]
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SMALL = {"make_vocab_size_divisible_by": 8, "ddp_bucket_size": 9000}
 
@@ -29,7 +29,8 @@ SMALL = {"make_vocab_size_divisible_by": 8, "ddp_bucket_size": 9000}
 def job_of(name: str, layout: Layout, dtype: str, optim: OptimConfig | None = None, **model: Any) -> Job:
     if name == "deepseek-v3-tiny":
         model = {"moe_layer_freq": "[0]+[1]*4", **model}
-    config = replace(PRESETS[name], vocab_size=101, max_position_embeddings=32, num_layers=5, **model)
+    blocks = {"encoder_num_layers": 3} if name == "t5-tiny" else {"num_layers": 5}
+    config = replace(PRESETS[name], vocab_size=101, max_position_embeddings=32, **blocks, **model)
     return Job(config, layout, 32, 1, 8, dtype, optim=optim or OptimConfig())
 
 
@@ -94,6 +95,7 @@ def test_one_process_of_every_family(name: str, dtype: str) -> None:
         ("qwen2-tiny", "bfloat16", {"dp": 4}),
         ("phi3-tiny", "float64", {"dp": 3}),
         ("llama-tiny", "bfloat16", {"cp": 2, "dp": 2}),
+        ("t5-tiny", "bfloat16", {"pp": 2, "dp": 2, "tp": 2, "zero": 2, "layer_split": "balanced"}),
     ],
 )
 def test_several_ranks(ranks: Callable[..., list[Any]], name: str, dtype: str, axes: dict[str, Any]) -> None:

@@ -5,6 +5,8 @@ Legend: B batch, S sequence, D hidden.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch.nn as nn
 from torch import Tensor
 
@@ -50,29 +52,21 @@ def block(cfg: T5Config, layer: int) -> PreNormBlock:
 
 
 def build(cfg: T5Config, layers: range, first: bool, last: bool, padded_vocab: int) -> EncoderDecoder:
-    """A range of blocks with the ends that belong to it: the encoder's norm stands behind its last block, the decoder's
-    tokens are embedded before its first.
-    """
-    middle, d, eps = cfg.encoder_num_layers, cfg.hidden_size, cfg.norm_epsilon
-    encodes, begins, decodes = layers.start < middle and bool(layers), middle in layers, layers.stop > middle
-    ends: dict[str, nn.Module] = {}
-    if first or begins:
-        ends["embed"] = Embedding(padded_vocab, d)
-    if first:
-        ends["dropout"] = Dropout(cfg.hidden_dropout, "embed")
-    if encodes:
-        ends["encoder_bias"] = _bias(cfg, causal=False)
-    if middle - 1 in layers:
-        ends["encoder_norm"] = RMSNorm(d, eps)
-    if begins:
-        ends["decoder_dropout"] = Dropout(cfg.hidden_dropout, "decoder_embed")
-    if decodes and layers:
-        ends["decoder_bias"] = _bias(cfg, causal=True)
-    if last:
-        ends["norm"] = OutputNorm(d, eps, cfg.output_factor)
-        ends["head"] = Head(d, padded_vocab)
+    """A range of blocks with the ends that belong to it."""
+    d, eps, dropout = cfg.hidden_size, cfg.norm_epsilon, cfg.hidden_dropout
+    make: dict[str, Callable[[], nn.Module]] = {
+        "embed": lambda: Embedding(padded_vocab, d),
+        "dropout": lambda: Dropout(dropout, "embed"),
+        "encoder_bias": lambda: _bias(cfg, causal=False),
+        "encoder_norm": lambda: RMSNorm(d, eps),
+        "decoder_dropout": lambda: Dropout(dropout, "decoder_embed"),
+        "decoder_bias": lambda: _bias(cfg, causal=True),
+        "norm": lambda: OutputNorm(d, eps, cfg.output_factor),
+        "head": lambda: Head(d, padded_vocab),
+    }
+    ends = {name: make[name]() for name in cfg.ends_of(layers, first, last)}
     blocks = {i: block(cfg, i) for i in layers}
-    return EncoderDecoder(blocks, ends, (middle, cfg.num_layers), layers, first)
+    return EncoderDecoder(blocks, ends, (cfg.encoder_num_layers, cfg.num_layers), layers, first)
 
 
 def _bias(cfg: T5Config, causal: bool) -> RelativeBias:

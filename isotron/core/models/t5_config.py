@@ -87,6 +87,10 @@ class T5Config:
         """Of what the output layer takes."""
         return float(self.hidden_size**-0.5) if self.tie_embeddings else 1.0
 
+    def block_tokens(self, source: int) -> int:
+        """Tokens that pass the blocks, over all of them, of a pair with `source` tokens for the encoder."""
+        return source * self.encoder_num_layers + (self.decoder_seq_length or source) * self.decoder_layers
+
     def multiplications(self, source: int, causal: bool = False) -> tuple[list[tuple[float, float]], float]:
         """Multiply-adds of a pair with `source` tokens for the encoder: of each block its matrices and its scores, and
         of the output layer. `causal`: the decoder's keys are counted as it sees them, not as the full square.
@@ -119,6 +123,24 @@ class T5Config:
         found = [Problem(f"{given} with family t5", case, fix) for given, (case, fix, on) in asked.items() if on]
         if found:
             raise Refused(found)
+
+    def ends_of(self, layers: range, first: bool, last: bool) -> tuple[str, ...]:
+        """Modules that a stage has beside its blocks, in the order in which it holds them: the encoder's norm stands
+        behind its last block, the decoder's tokens are embedded before its first.
+        """
+        middle = self.encoder_num_layers
+        begins = middle in layers
+        has = {
+            "embed": first or begins,
+            "dropout": first,
+            "encoder_bias": bool(layers) and layers.start < middle,
+            "encoder_norm": middle - 1 in layers,
+            "decoder_dropout": begins,
+            "decoder_bias": bool(layers) and layers.stop > middle,
+            "norm": last,
+            "head": last,
+        }
+        return tuple(name for name, there in has.items() if there)
 
     def holders(self, split: Sequence[range]) -> dict[str, tuple[int, ...]]:
         """Stages that hold what several hold: both embeddings and a tied output layer, and the biases."""

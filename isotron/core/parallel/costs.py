@@ -42,12 +42,15 @@ def modelled(config: Any, layout: Layout) -> tuple[int, ...]:
     """
     costs = model_costs(config)
     split = split_layers(config.num_layers, layout, costs)
+    unread = unread_products(config, layout)
+    if hasattr(config, "block_tokens"):  # costs are of pairs, not of tokens
+        unread *= config.block_tokens(max(config.max_position_embeddings, 1)) / config.num_layers
     rows = []
     for s, blocks in enumerate(split):
         scores, all_ = sum(costs.scores[i] for i in blocks), sum(costs.blocks[i] for i in blocks)
         head, other = (costs.head, costs.last - costs.head) if s == len(split) - 1 else (0.0, 0.0)
         matrices = all_ - scores + other
-        again = all_ - unread_products(config, layout) * len(blocks) if layout.recompute == "full" else 0.0
+        again = all_ - unread * len(blocks) if layout.recompute == "full" else 0.0
         rows.append((matrices + scores + 3 * head, matrices + 2 * scores + again, matrices, len(blocks)))
     unit = max(sum(row[:3]) for row in rows) / FINE
     return tuple(n for f, b, w, kept in rows for n in (round(f / unit), round(b / unit), round(w / unit), 0, kept))
