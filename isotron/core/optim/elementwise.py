@@ -16,6 +16,8 @@ from torch.optim.sgd import sgd
 from isotron.core.optim.config import OptimConfig
 from isotron.core.optim.method import Shared, Todo
 
+BLOCK = 1 << 15  # elements that stay in a core's cache from pass to pass; more would be cut over threads
+
 
 class Elementwise:
     """All its state is that of single parameters, and no rank waits for another."""
@@ -95,16 +97,29 @@ class Lion(Elementwise):
         self.beta1, self.beta2 = cfg.lion_beta1, cfg.lion_beta2
 
     def update(self, todo: Todo) -> None:
-        """In passes over lists of tensors; one temporary of the size of the masters."""
+        """Several passes over memory: on a CPU block by block, so that all but the first find theirs in its cache."""
         for part in todo.alike():
-            lr, momentum = part.lrs[0], part.states["momentum"]
-            direction = torch._foreach_mul(momentum, self.beta1)
-            torch._foreach_add_(direction, part.grads, alpha=(1 - self.beta1) * part.factor)
-            torch._foreach_sign_(direction)
-            torch._foreach_mul_(part.masters, 1 - lr * part.decays[0])
-            torch._foreach_add_(part.masters, direction, alpha=-lr)
-            torch._foreach_mul_(momentum, self.beta2)
-            torch._foreach_add_(momentum, part.grads, alpha=(1 - self.beta2) * part.factor)
+            if part.masters[0].device.type != "cpu":
+                self._in_passes(part)
+                continue
+            for all_of in zip(part.masters, part.grads, part.states["momentum"], strict=True):
+                direction = torch.empty(min(BLOCK, all_of[0].numel()), dtype=all_of[0].dtype)
+                for w, g, m in zip(*(x.view(-1).split(BLOCK) for x in all_of), strict=True):
+                    c = torch.mul(m, self.beta1, out=direction[: len(m)])
+                    c.add_(g, alpha=(1 - self.beta1) * part.factor).sign_()
+                    w.mul_(1 - part.lrs[0] * part.decays[0]).add_(c, alpha=-part.lrs[0])
+                    m.mul_(self.beta2).add_(g, alpha=(1 - self.beta2) * part.factor)
+
+    def _in_passes(self, part: Todo) -> None:
+        """Over lists of tensors; one temporary of the size of the masters."""
+        lr, momentum = part.lrs[0], part.states["momentum"]
+        direction = torch._foreach_mul(momentum, self.beta1)
+        torch._foreach_add_(direction, part.grads, alpha=(1 - self.beta1) * part.factor)
+        torch._foreach_sign_(direction)
+        torch._foreach_mul_(part.masters, 1 - lr * part.decays[0])
+        torch._foreach_add_(part.masters, direction, alpha=-lr)
+        torch._foreach_mul_(momentum, self.beta2)
+        torch._foreach_add_(momentum, part.grads, alpha=(1 - self.beta2) * part.factor)
 
 
 def inverse(factor: float, device: torch.device) -> Tensor | None:
