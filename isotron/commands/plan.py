@@ -13,6 +13,7 @@ from isotron.commands.run_options import JSON, run_help
 from isotron.config.catalogue import Option
 from isotron.config.check import check, finish
 from isotron.config.load import Loaded, read
+from isotron.config.rules_streams import two_streams
 from isotron.config.schema import MODELS, PRESETS, RunConfig, changed, to_toml
 from isotron.core.errors import Problem, Refused, refuse
 from isotron.planner import report
@@ -69,6 +70,10 @@ def run(words: Sequence[str]) -> int:
         raise Refused(loaded.problems)
     if flags["gpus"] < 0:
         raise refuse(f"--gpus {flags['gpus']}", "devices are counted from 1; 0 means those of the layout", "--gpus 8")
+    if two_streams(loaded.config):
+        case = f"the time of family {loaded.config.model.family}, an encoder and a decoder, is not modelled"
+        fix = "isotron train --dry-run with the same options: every byte that a rank keeps and sends, counted"
+        raise refuse("isotron plan with two streams", case, fix)
     origins = ("flag", loaded.flags["config"].value if "config" in loaded.flags else "flag")
     if flags["calibrate"]:
         from isotron.commands import calibrate

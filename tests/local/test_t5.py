@@ -170,6 +170,7 @@ def test_commands_convert_it_and_say_what_they_do_not(tmp_path: Path, capsys: py
         assert "this command runs decoders alone" in capsys.readouterr().err
     assert main(["compare", str(ours), str(back)]) == 2 and "two streams of tokens" in capsys.readouterr().err
     assert main(["convert", str(ours), str(tmp_path / "m"), "--to", "megatron"]) == 2
+    assert main(["plan", "--model", "t5-base", "--gpus", "8"]) == 2 and "is not modelled" in capsys.readouterr().err
     capsys.readouterr()
     few = ["--mock-data", "--train-iters", "2", "--seq-length", "64", "--decoder-seq-length", "16", "--eval-iters", "1"]
     assert main(["train", "--load", str(ours), *few, "--save", str(tmp_path / "run"), "--device", "cpu"]) == 0
