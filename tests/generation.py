@@ -60,7 +60,7 @@ def make_model(name: str, dtype: str = "float64", **layout: int) -> ParallelMode
     """A model on the ranks of this world, with random weights, biases and gains."""
     cut = inference_layout(Layout(**layout))
     rank = dist.get_rank() if dist.is_initialized() else 0
-    mesh = Mesh(rank, tp=cut.tp, pp=cut.pp)
+    mesh = Mesh(rank, tp=cut.tp, cp=cut.cp, pp=cut.pp)
     model = ParallelModel(MODELS[name], cut, mesh, getattr(torch, dtype), torch.device("cpu"), 3)
     randomise(model, 11)
     return model
@@ -87,9 +87,11 @@ def several(name: str, layout: dict[str, int]) -> list[Generated]:
 
 def guessed(layout: dict[str, int], speculate: str = "mtp") -> tuple[list[list[int]], list[list[int]], int]:
     """Greedy and drawn tokens of a model that guesses with its own modules, and how many guesses there were."""
-    engine = make_engine("mtp", config=EngineConfig(page=4, chunk=5, speculate=speculate, lookahead=2), **layout)
-    greedy = engine.generate(PROMPTS, 12, stop_ids=()).tokens
-    return greedy, engine.generate(PROMPTS, 12, temperature=1.0, seed=7, stop_ids=()).tokens, engine.guessed
+    chunk = 5 if layout.get("cp", 1) == 1 else 120  # of context-parallel ranks' longer prompts, each has a part
+    engine = make_engine("mtp", config=EngineConfig(page=4, chunk=chunk, speculate=speculate, lookahead=2), **layout)
+    prompts = [*PROMPTS, [(7 * i * i) % 131 for i in range(1, 20)]]
+    greedy = engine.generate(prompts, 12, stop_ids=()).tokens
+    return greedy, engine.generate(prompts, 12, temperature=1.0, seed=7, stop_ids=()).tokens, engine.guessed
 
 
 def full_logits(model: ParallelModel, row: list[int]) -> torch.Tensor:

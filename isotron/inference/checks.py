@@ -15,8 +15,6 @@ def check_model(model: ParallelModel) -> None:
     layout, sizes = model.layout, model.mesh.sizes
     rules = (
         (sizes["dp"] > 1, f"--dp {sizes['dp']}", "data-parallel ranks would each generate the same", "--dp 1"),
-        (sizes["cp"] > 1 and layout.ep > 1, f"--cp {sizes['cp']} --ep {layout.ep}",
-         "ranks that share the tokens of a prompt cannot also share experts", "--ep 1"),
         (layout.vpp > 1, f"--vpp {layout.vpp}", "one token at a time gives several stages per rank no use", "--vpp 1"),
         (layout.sequence_parallel and layout.tp > 1, "--sequence-parallel",
          "a pass of one token has no sequence to split", "--no-sequence-parallel"),

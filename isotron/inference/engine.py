@@ -354,9 +354,6 @@ def _check_config(config: EngineConfig, model: ParallelModel, draft: ParallelMod
     if config.speculate == "mtp" and not getattr(model.config, "mtp_num_layers", 0):
         case = "the model has no module for tokens further ahead (mtp_num_layers)"
         problems.append(Problem("--speculate mtp", case, "--speculate ngram"))
-    if config.speculate == "mtp" and model.layout.cp > 1:
-        case = "the module reads the model's output at every place of a prompt, which is cut over the ranks"
-        problems.append(Problem(f"--speculate mtp --cp {model.layout.cp}", case, "--speculate ngram"))
     if draft is not None:
         check_model(draft)
         if draft.config.vocab_size != model.config.vocab_size:

@@ -70,14 +70,17 @@ class Runner:
         """Logits [O, V] on the ranks of the last stage: of the last `wanted[i]` tokens of span i (0: of none)."""
         if self.cache is None:
             raise RuntimeError("passes are run inside Runner.opened")
-        spans = [self._spread(s) for s in spans] if self.mesh.sizes["cp"] > 1 else spans
+        shared = [self._spread(s) if self.mesh.sizes["cp"] > 1 else (s, None) for s in spans]
+        given, spans = spans, [rest for rest, _ in shared]
         now = Pass(list(spans), self.cache.page, self.model.device, self.model.dtype)
         x_T1D = self._through(now, self.cache)
         if x_T1D is None:
             return None
         if self.keeps_outputs:
             parts = self.module.norm(x_T1D)[:, 0].split([s.count for s in now.spans])
-            self.outputs = now.spans, list(parts)
+            of = dict(zip(map(id, now.spans), parts, strict=True))
+            whole = (of[id(s)] if early is None else torch.cat((early, of[id(s)])) for s, early in shared)
+            self.outputs = list(given), list(whole)
         asked = {id(s): n for s, n in zip(spans, wanted, strict=True)}
         x_O1D = x_T1D[_asked_tokens(now, asked)]
         logits = self.module.logits_of(x_O1D)[:, 0]
@@ -96,19 +99,23 @@ class Runner:
         self._send(x_T1D)
         return None
 
-    def _spread(self, span: Span) -> Span:
-        """Run a long span in equal parts on the context-parallel ranks, but for its last tokens, which are left.
+    def _spread(self, span: Span) -> tuple[Span, Tensor | None]:
+        """Run a long span in equal parts on the context-parallel ranks, but for its last tokens, which are left; with
+        the outputs of all parts, where these are kept.
 
         Keys and values of all parts come to every rank's cache, so that all of them can go on with any sequence.
         """
         group = self.mesh.group("cp")
         each = (span.count - 1) // group.size
         if each <= SHORT or self.cache is None:
-            return span
+            return span, None
         part = replace(span, start=span.start + group.index * each, count=each)
-        self._through(Pass([part], self.cache.page, self.model.device, self.model.dtype, group), self.cache)
+        x_T1D = self._through(Pass([part], self.cache.page, self.model.device, self.model.dtype, group), self.cache)
         done = each * group.size
-        return replace(span, start=span.start + done, count=span.count - done)
+        early = None
+        if self.keeps_outputs and x_T1D is not None:
+            early = comm.all_gather(self.module.norm(x_T1D)[:, 0].contiguous(), group, 0)
+        return replace(span, start=span.start + done, count=span.count - done), early
 
     @torch.inference_mode()
     def predict(

@@ -48,14 +48,15 @@ def test_same_tokens_as_one_process(ranks, layout, name):
                 assert a == pytest.approx(b, abs=1e-9)
 
 
-@pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2}], ids=str)
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"cp": 2, "pp": 2}], ids=str)
 def test_guesses_of_the_models_own_modules(ranks, layout):
     plain = guessed({}, "none")
-    for greedy, drawn, count in ranks(2, guessed, layout):
+    for greedy, drawn, count in ranks(2 * layout.get("pp", 1), guessed, layout):
         assert (greedy, drawn) == plain[:2] and count > 20
 
 
-LONG = [("llama", {"cp": 2}), ("gemma2", {"cp": 2, "tp": 2}), ("deepseek_v3", {"cp": 2, "pp": 2})]
+LONG = [("gemma2", {"cp": 2, "tp": 2}), ("deepseek_v3", {"cp": 2, "pp": 2}), ("mixtral", {"cp": 2, "ep": 2}),
+        ("mixtral", {"cp": 2, "tp": 2, "ep": 2})]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "layout"), LONG, ids=str)
