@@ -53,9 +53,21 @@ def _offload_remainders(c: RunConfig, f: Facts) -> Problem:
     return Problem(asked(c, "optimizer_cpu_offload", "master_remainders"), case, "--master-remainders false")
 
 
+KINDS = ("state", "weights", "activations")
+
+
+def _offloads(c: RunConfig) -> bool:
+    return c.layout.optimizer_cpu_offload or c.layout.cpu_offloading
+
+
 def _offload_place(c: RunConfig, f: Facts) -> Problem:
-    case = "it is where masters and moments go that are offloaded"
-    return Problem(asked(c, "offload_dir"), case, "--optimizer-cpu-offload true")
+    case = "it is where masters, moments, weights and activations go that are offloaded"
+    return Problem(asked(c, "offload_dir"), case, "--optimizer-cpu-offload true, or --cpu-offloading true")
+
+
+def _offload_kinds(c: RunConfig, f: Facts) -> Problem:
+    fix = f"--offload-dir-for {' '.join(KINDS)}"
+    return Problem(asked(c, "offload_dir_for"), f"what can go to files is {', '.join(KINDS)}", fix)
 
 
 def _offload_directory(c: RunConfig, f: Facts) -> Problem:
@@ -87,11 +99,13 @@ ZERO_RULES: tuple[Rule, ...] = (
          lambda c, f: not 0.0 < c.layout.optimizer_offload_fraction <= 1.0, _offload_part),
     Rule("masters that can be offloaded", ("optimizer_cpu_offload", "master_remainders"),
          lambda c, f: c.layout.optimizer_cpu_offload and c.optim.master_remainders, _offload_remainders),
-    Rule("files of what is offloaded", ("offload_dir", "optimizer_cpu_offload"),
-         lambda c, f: bool(c.layout.offload_dir) and not c.layout.optimizer_cpu_offload, _offload_place),
-    Rule("a directory to offload to", ("offload_dir", "optimizer_cpu_offload"),
-         lambda c, f: bool(c.layout.offload_dir) and c.layout.optimizer_cpu_offload
-         and not f.exists(c.layout.offload_dir), _offload_directory),
+    Rule("files of what is offloaded", ("offload_dir", "optimizer_cpu_offload", "cpu_offloading"),
+         lambda c, f: bool(c.layout.offload_dir) and not _offloads(c), _offload_place),
+    Rule("what goes to files", ("offload_dir_for",),
+         lambda c, f: not set(c.layout.offload_dir_for) <= set(KINDS), _offload_kinds),
+    Rule("a directory to offload to", ("offload_dir", "optimizer_cpu_offload", "cpu_offloading"),
+         lambda c, f: bool(c.layout.offload_dir) and _offloads(c) and not f.exists(c.layout.offload_dir),
+         _offload_directory),
     Rule("weights that can be offloaded", ("offload_weights", "zero", "optimizer_cpu_offload",
                                            "optimizer_offload_fraction"),
          lambda c, f: c.layout.offload_weights and not (c.layout.zero_stage == 3 and c.layout.offload.fraction == 1),

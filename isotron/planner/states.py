@@ -1,7 +1,7 @@
 """Bytes of masters and optimizer states on a rank, by the update rule and the type of each. PURE.
 
 Exact: the rows that a rank steps, cut by the functions that cut the real buffers, with the settings that the optimizer
-reads (`param_groups`, `freeze`). What the means of Adafactor take is what every rank of a stage keeps of the whole stage.
+reads (`param_groups`, `freeze`). The means of Adafactor are those of the whole stage, on every rank of it.
 """
 
 from __future__ import annotations

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from isotron import cli
 from isotron.config.check import finish
 from isotron.config.schema import RunConfig, changed
 from isotron.core.errors import Refused
+from isotron.core.mapped import Disk
 from isotron.core.models.gpt_config import GPTConfig
 from isotron.core.models.llama_config import LlamaConfig
 from isotron.core.models.olmo2_config import Olmo2Config
@@ -38,11 +41,24 @@ def with_layout(case: Case, **leaves: Any) -> Case:
 
 @pytest.mark.parametrize("mode", [{}, {"recompute": "selective"}, {"recompute": "full"}], ids=str)
 @pytest.mark.parametrize("blocks", [0, 2])
-def test_host_memory_changes_no_bit(mode: dict[str, Any], blocks: int) -> None:
+def test_host_memory_and_files_change_no_bit(mode: dict[str, Any], blocks: int, tmp_path: Path) -> None:
     here = measure(with_layout(PLAIN, **mode))
-    there = measure(with_layout(PLAIN, **mode, cpu_offloading=True, cpu_offloading_num_layers=blocks))
-    assert there.losses == here.losses and there.norms == here.norms
-    assert all(torch.equal(g, there.gradients[name]) for name, g in here.gradients.items())
+    for files in ("", str(tmp_path)):
+        offloading = {"cpu_offloading": True, "cpu_offloading_num_layers": blocks, "offload_dir": files}
+        there = measure(with_layout(PLAIN, **mode, **offloading))
+        assert there.losses == here.losses and there.norms == here.norms
+        assert all(torch.equal(g, there.gradients[name]) for name, g in here.gradients.items())
+    assert not list(tmp_path.iterdir())  # files have no names
+
+
+def test_files_of_activations_serve_again(tmp_path: Path) -> None:
+    model = build(with_layout(PLAIN, cpu_offloading=True, offload_dir=str(tmp_path)))
+    made: list[int] = []
+    with patch.object(Disk, "__init__", lambda self, d, n, init=Disk.__init__: (made.append(n), init(self, d, n))[1]):
+        steps_of(model, replace(PLAIN, steps=1))
+        once = len(made)
+        steps_of(model, PLAIN)
+    assert 0 < once == len(made)
 
 
 def test_what_is_in_host_memory_is_not_here(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from isotron.core.errors import Refused
+from isotron.core.mapped import Disk
 from isotron.core.optim import hosted
 from isotron.core.optim.config import OptimConfig
-from isotron.core.optim.hosted import Disk
 from isotron.core.optim.optimizer import Optimizer
 from isotron.core.parallel.offload import Offload
+from isotron.core.parallel.units import Units
 from tests.local.test_optim import numbers, view
 
 SHAPES = ((40, 130), (7,), (33, 5), (300,))
@@ -48,6 +51,25 @@ def test_no_bit_changes(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("prefetch", [True, False])
+def test_weights_in_files_are_read_ahead_of_their_gathering(prefetch: bool) -> None:
+    said: list[str] = []
+
+    def bucket(name: str) -> Any:
+        say = {what: lambda what=what: said.append(f"{what} {name}") for what in ("acquire", "read_ahead")}
+        return SimpleNamespace(**say, wait_weights=lambda: None, release=lambda: None)
+
+    units = Units({name: [bucket(name)] for name in ("layers.0", "layers.1", "layers.2")}, prefetch)
+    units.enter("layers.0", torch.zeros(1))
+    ahead = ["acquire layers.1", "read_ahead layers.2"] if prefetch else ["read_ahead layers.1"]
+    assert said == ["acquire layers.0", *ahead]
+    units.settle()
+    said.clear()
+    units.begin_backward(units.units["layers.2"])
+    ahead = ["acquire layers.1", "read_ahead layers.0"] if prefetch else ["read_ahead layers.1"]
+    assert said == ["acquire layers.2", *ahead]
+
+
 def test_a_file_keeps_what_has_left_memory(tmp_path: Path) -> None:
     disk = Disk(str(tmp_path), 1 << 20)
     one, two = disk.zeros((1000,), torch.float32), disk.zeros((3, 7), torch.int8)
@@ -55,6 +77,10 @@ def test_a_file_keeps_what_has_left_memory(tmp_path: Path) -> None:
     two += 4
     disk.leave()
     disk.fetch()
+    assert (one == 3).all() and (two == 4).all()
+    disk.leave(one)
+    disk.fetch(one)
+    disk.fetch(two)
     assert (one == 3).all() and (two == 4).all()
 
 

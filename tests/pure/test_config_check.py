@@ -123,7 +123,9 @@ BOTH_SIDES: dict[str, tuple[str, str, dict]] = {
                            "--optimizer-cpu-offload --optimizer-offload-fraction 0.5", {}),
     "masters that can be offloaded": ("--optimizer-cpu-offload --master-remainders --dtype bfloat16",
                                       "--optimizer-cpu-offload --dtype bfloat16", {}),
-    "files of what is offloaded": ("--offload-dir .", "--offload-dir . --optimizer-cpu-offload", {}),
+    "files of what is offloaded": ("--offload-dir .", "--offload-dir . --cpu-offloading", {}),
+    "what goes to files": ("--optimizer-cpu-offload --offload-dir . --offload-dir-for tapes",
+                           "--optimizer-cpu-offload --offload-dir . --offload-dir-for state", {}),
     "a directory to offload to": ("--optimizer-cpu-offload --offload-dir gone",
                                   "--optimizer-cpu-offload --offload-dir .", {}),
     "weights that can be offloaded": ("--dp 2 --zero 3 --offload-weights",
@@ -188,6 +190,8 @@ BOTH_SIDES: dict[str, tuple[str, str, dict]] = {
     "distribute_saved_activations with two streams": (
         "--family t5 --tp 2 --recompute full --distribute-saved-activations",
         "--tp 2 --recompute full --distribute-saved-activations", {}),
+    "activation_budget_gib with two streams": (
+        "--family t5 --activation-budget-gib 1", "--activation-budget-gib 1", {}),
     "fp32_residual_connection with two streams": (
         "--family t5 --fp32-residual-connection --dtype bfloat16", "--fp32-residual-connection --dtype bfloat16", {}),
 }  # fmt: skip

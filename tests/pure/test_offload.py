@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from isotron.core.parallel.offload import hosted
@@ -22,4 +24,7 @@ def test_nothing_to_step() -> None:
 def test_a_layout_says_what_is_offloaded() -> None:
     assert Layout().offload.fraction == 0 and Layout(optimizer_offload_fraction=0.5).offload.fraction == 0
     assert Layout(optimizer_cpu_offload=True).offload.fraction == 1
-    assert Layout(optimizer_cpu_offload=True, optimizer_offload_fraction=0.3, offload_dir="d").offload.directory == "d"
+    away = Layout(optimizer_cpu_offload=True, optimizer_offload_fraction=0.3, offload_dir="d", offload_weights=True)
+    assert away.offload.directory == away.offload.weights_directory == away.files_for("activations") == "d"
+    only = replace(away, offload_dir_for=("weights",))
+    assert only.offload.weights_directory == "d" and only.offload.directory == only.files_for("activations") == ""

@@ -32,7 +32,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "PP2 zero bubble": ("llama", {"pp": 2, "schedule": "zb-h1"}),
     "DP2 without ZeRO": ("llama", {"dp": 2, "zero": 0}),
     "DP2 ZeRO-1": ("gpt", {"dp": 2, "zero": 1}),
-    "DP2 ZeRO-2": ("llama", {"dp": 2, "zero": 2}),
+    "PP2xDP2 ZeRO-2": ("llama", {"pp": 2, "dp": 2, "zero": 2, "max_live_gradients": 20_000}),
     "DP2 ZeRO-3": ("gpt", {"dp": 2, "zero": 3}),
     "DP4 in copies of 2": ("llama", {"dp": 4, "zero": 3, "zero_shard_size": 2}),
     "CP2 ring": ("llama", {"cp": 2}),

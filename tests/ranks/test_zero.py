@@ -98,6 +98,7 @@ def test_offload_changes_no_bit(ranks: Callable[..., list[Any]], zero: int, tmp_
             assert nowhere.bits == there.bits == mapped.bits
             assert nowhere.host == 0 and 0.5 < there.host / nowhere.all < 0.8 and mapped.host == mapped.all
             assert nowhere.groups == 0 and there.groups > 2
+            assert mapped.filed == (zero == 3) and not there.filed
     assert not list(tmp_path.iterdir())  # files have no names
 
 

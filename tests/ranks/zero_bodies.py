@@ -58,12 +58,15 @@ def train(model: ParallelModel, optimizer: Optimizer, case: Case) -> None:
 
 @dataclass
 class Offloaded:
-    """Everything that this rank keeps after training, bytes of optimizer state in all and on the host, and groups."""
+    """Everything that this rank keeps after training, bytes of optimizer state in all and on the host, groups, and
+    whether weights are in a file.
+    """
 
     bits: list[tuple[str, bytes]]
     all: int
     host: int
     groups: int
+    filed: bool
 
 
 def offloaded_bits(cases: list[Case]) -> list[Offloaded]:
@@ -78,7 +81,8 @@ def offloaded_bits(cases: list[Case]) -> list[Offloaded]:
         held = [(v.placed.name, v.weight) for stage in model.stages.values() for v in stage.flat.views()]
         bits = [(n, t.contiguous().view(torch.uint8).numpy().tobytes()) for n, t in (*state, *held)]
         groups = sum(map(len, optimizer._groups.values()))
-        found.append(Offloaded(bits, optimizer.nbytes(), optimizer.nbytes(host=True), groups))
+        filed = all(stage.flat._disk is not None for stage in model.stages.values())
+        found.append(Offloaded(bits, optimizer.nbytes(), optimizer.nbytes(host=True), groups, filed))
     return found
 
 

@@ -32,7 +32,7 @@ KEYS: dict[str, tuple[str, ...]] = {
     "scheduler": ("type", "params"),
     "zero_optimization": ("stage", "reduce_bucket_size", "offload_optimizer", "offload_param"),
     "offload_optimizer": ("device", "ratio", "nvme_path"),
-    "offload_param": ("device",),
+    "offload_param": ("device", "nvme_path"),
 }  # fmt: skip
 # accepted without effect: how DeepSpeed works, not what comes out
 TUNING: dict[str, tuple[str, ...]] = {
@@ -215,20 +215,26 @@ def _offload(zero: Mapping[str, Any]) -> Offload:
     if device not in ("none", "cpu", "nvme"):
         fix = '"offload_optimizer": {"device": "cpu"}'
         raise refuse(f'"offload_optimizer.device": {device!r}', "the devices are none, cpu and nvme", fix)
-    if other not in ("none", "cpu"):
-        case = "weights live on the device or in host memory"
+    if other not in ("none", "cpu", "nvme"):
+        case = "weights live on the device, in host memory or in files"
         raise refuse(f'"offload_param.device": {other!r}', case, '"offload_param": {"device": "cpu"}')
-    if other == "cpu" and zero.get("stage", 0) != 3:
+    if other != "none" and zero.get("stage", 0) != 3:
         case = "below stage 3 every rank works with whole weights, on its device"
-        raise refuse('"offload_param.device": "cpu"', case, '"stage": 3')
-    path = str(state.get("nvme_path", "")) if device == "nvme" else ""
-    if device == "nvme" and not path:
-        fix = '"nvme_path": "/local/disk"'
-        raise refuse('"offload_optimizer.device": "nvme"', "files need a directory, and nvme_path names none", fix)
+        raise refuse(f'"offload_param.device": "{other}"', case, '"stage": 3')
     ratio = state.get("ratio", 1.0)
     if not isinstance(ratio, (int, float)) or not 0 <= ratio <= 1:
         raise refuse(f'"offload_optimizer.ratio": {ratio!r}', "it is a share from 0 to 1", '"ratio": 1.0')
-    return Offload(0.0 if device == "none" else float(ratio), path, other == "cpu")
+    places = _files("offload_optimizer", device, state), _files("offload_param", other, weights)
+    return Offload(0.0 if device == "none" else float(ratio), places[0], other != "none", places[1])
+
+
+def _files(key: str, device: Any, table: Mapping[str, Any]) -> str:
+    """The directory that nvme means."""
+    path = str(table.get("nvme_path", "")) if device == "nvme" else ""
+    if device == "nvme" and not path:
+        case, fix = "files need a directory, and nvme_path names none", '"nvme_path": "/local/disk"'
+        raise refuse(f'"{key}.device": "nvme"', case, fix)
+    return path
 
 
 def _table(zero: Mapping[str, Any], key: str) -> Mapping[str, Any]:

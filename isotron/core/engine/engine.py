@@ -81,7 +81,8 @@ class Engine:
         dtype = devices.dtype_of(cfg.dtype) if cfg.dtype else None
         travel = devices.dtype_of(cfg.reduce_dtype) if cfg.reduce_dtype else None
         sums = devices.dtype_of(cfg.sum_dtype) if cfg.sum_dtype else None
-        options = {"hosted": cfg.offload.weights, "reduce_dtype": travel, "grad_dtype": sums}
+        away = {"hosted": cfg.offload.weights, "files": cfg.offload.weights_directory}
+        options = {**away, "reduce_dtype": travel, "grad_dtype": sums}
         self.held = Held(module, dtype, cfg.zero, self.group, cfg.bucket_size, keep_float32, **options)
         wide = torch.empty(0, dtype=torch.promote_types(self.held.dtype, torch.float32), device=self.held.device)
         self.state = Optimizer(self.held.views(), optim, self._settings(), self.group, wide, cfg.offload)

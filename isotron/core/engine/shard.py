@@ -50,6 +50,7 @@ def shard(
     device: torch.device | str = "cpu",
     seed: int = 0,
     hosted: bool = False,
+    files: str = "",
     grad_dtype: torch.dtype | None = None,
 ) -> Sharded:
     """Shard a module's weights, gradients and optimizer over all ranks, in place.
@@ -57,7 +58,8 @@ def shard(
     zero: 0 nothing, 1 optimizer state, 2 gradients too, 3 weights too. shard_size: ranks that share a set of shards, 0
     for all. units: names of the submodules whose weights are gathered together; without them the members of every
     `nn.ModuleList`. The weights of the first rank are given to all. Gradients are means over ranks. Without an
-    optimizer they are sums, and the caller steps `views()` itself. hosted: under zero 3 own runs live in host memory.
+    optimizer they are sums, and the caller steps `views()` itself. hosted: under zero 3 own runs live in host memory,
+    or in a file of the directory `files`.
     grad_dtype: without an optimizer, the type in which gradients of 16-bit weights add up instead of float32.
 
     A module on the meta device gets its weights on `device`, each rank its shards only: `values(name, tensor)` writes
@@ -77,7 +79,7 @@ def shard(
     if optimizer is not None and grad_dtype is not None:
         case = "an optimizer of torch wants gradients of its parameters' type, which is float32 or wider here"
         raise refuse(f"shard(grad_dtype={grad_dtype})", case, "grad_dtype=None")
-    settings = zero, shard_size or world, tuple(units), bucket_size, overlap, reduce_dtype, hosted, grad_dtype
+    settings = zero, shard_size or world, tuple(units), bucket_size, overlap, reduce_dtype, hosted, files, grad_dtype
     return Sharded(module, optimizer, mesh, *settings, first)
 
 
@@ -87,7 +89,7 @@ class Sharded:
     def __init__(
         self, module: nn.Module, optimizer: torch.optim.Optimizer | None, mesh: Mesh, zero: int, shard_size: int,
         units: tuple[str, ...], bucket_size: int, overlap: bool, reduce_dtype: torch.dtype | None,
-        hosted: bool, sums: torch.dtype | None, first: First | None,
+        hosted: bool, files: str, sums: torch.dtype | None, first: First | None,
     ) -> None:  # fmt: skip
         self.module, self.optimizer, self.mesh, self._first = module, optimizer, mesh, first
         named = dict(module.named_parameters())
@@ -98,7 +100,7 @@ class Sharded:
         group = sharing(dp.ranks, mesh.rank, mesh.group_of, shard_size if stage else 1)
         frozen = tuple(n for n, p in named.items() if not p.requires_grad)
         classes = Classes(frozenset(), stage == 3, False, frozen, unit_of=self._unit_of.__getitem__)
-        plan = Sharding(stage, {DENSE: group}, bucket_size, classes, overlap, reduce_dtype, hosted, sums)
+        plan = Sharding(stage, {DENSE: group}, bucket_size, classes, overlap, reduce_dtype, hosted, sums, files)
         self.flats = [self._flat(found, plan) for found in _by_dtype(named)]
         self._steps = [] if optimizer is None else _into_optimizer(optimizer, named, self.views())
         self._begun = self._finished = self._called_back = False

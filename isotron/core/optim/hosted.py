@@ -4,27 +4,22 @@ What is stepped on the host goes in groups of about `GROUP` elements. While one 
 next one travel, and its state is read ahead where that is on disk; weights go back at once. On a machine without an
 accelerator the same happens from memory to memory, and changes no bit.
 
-State on disk is one file without a name per group, mapped into memory: the system reads and writes pages, and takes
-them from memory when the group has been stepped.
+State on disk is one file per group (`core/mapped.py`), whose pages may go when the group has been stepped.
 """
 
 from __future__ import annotations
 
-import mmap
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import prod
 
 import torch
 from torch import Tensor
 
 from isotron.core import device as devices
-from isotron.core.errors import refuse
+from isotron.core.mapped import Disk
 from isotron.core.parallel.data import View
 
 GROUP = 1 << 24  # elements
-ALIGN = 64
 
 
 class Memory:
@@ -42,36 +37,6 @@ class Memory:
 
     def leave(self) -> None:
         """It stays."""
-
-
-class Disk:
-    """A file for the state of a group, at most `size` bytes; it takes room as it is written and has no name."""
-
-    def __init__(self, directory: str, size: int) -> None:
-        try:
-            with tempfile.TemporaryFile(dir=directory) as file:
-                file.truncate(size)
-                self._map = mmap.mmap(file.fileno(), size)
-        except OSError as error:
-            asked, case = f"--offload-dir {directory}", f"no file of {size} bytes can be mapped there: {error}"
-            raise refuse(asked, case, "a directory on a local disk with room, or leave it out", 1) from None
-        self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
-        self._used = 0
-
-    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """The next part of the file, which holds zeros."""
-        size = prod(shape) * dtype.itemsize
-        place = self._bytes[self._used : self._used + size]
-        self._used += -(-size // ALIGN) * ALIGN
-        return place.view(dtype).view(shape)
-
-    def fetch(self) -> None:
-        """Begin to read."""
-        self._map.madvise(mmap.MADV_WILLNEED)
-
-    def leave(self) -> None:
-        """Its pages may go; those that were changed are written first."""
-        self._map.madvise(mmap.MADV_DONTNEED)
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,13 @@ from torch import Tensor
 
 from isotron.core.errors import refuse
 from isotron.core.layout import Box, Ints
+from isotron.core.mapped import ALIGN
 from isotron.core.mesh import ALONE, Group
 from isotron.core.optim.adafactor import Adafactor
 from isotron.core.optim.config import OptimConfig
 from isotron.core.optim.elementwise import SGD, Adam, Lion
 from isotron.core.optim.groups import Settings, settle
-from isotron.core.optim.hosted import ALIGN, Arrived, Courier, grouped
+from isotron.core.optim.hosted import Arrived, Courier, grouped
 from isotron.core.optim.hosted import Group as HostGroup
 from isotron.core.optim.kept import Kept, Remainder, Whole, Zeros, kept, zeros_on
 from isotron.core.optim.method import Method, Shared, Todo

@@ -23,6 +23,7 @@ from torch import Tensor
 from isotron.core import comm
 from isotron.core import device as devices
 from isotron.core.layout import Box, Placed
+from isotron.core.mapped import Disk
 from isotron.core.mesh import Group
 from isotron.core.nn.linear import GradSink
 from isotron.core.parallel.buckets import Span, copies_share, cut_buckets, rows_between
@@ -92,6 +93,7 @@ class Flat:
     ) -> None:
         self.plan, self.placed, self.ties, self._partial = plan, placed, dict(ties), partial
         self._parameters = parameters
+        self._disk: Disk | None = None
         self._shapes = {name: p.shard.shape for name, p in placed.items()}
         kinds = {name: plan.classes.of(name, p) for name, p in placed.items()}
         spans = cut_buckets(self._shapes, kinds, plan.bucket_size, plan.ways)
@@ -105,7 +107,7 @@ class Flat:
         self.sinks: dict[str, GradSink] = {}
         self.bucket_of: dict[int, Bucket] = {}  # by id of the parameter
         for span, held, total in zip(spans, weights, totals, strict=True):
-            self.buckets.append(Bucket(span, plan, held, total))
+            self.buckets.append(Bucket(span, plan, held, total, self._disk if self._is_away(span) else None))
             self._adopt(self.buckets[-1])  # one at a time: until then the memory of the whole bucket is there
         self._bucket_of_sink = {id(s): b for b in self.buckets for s in b.sinks}
         self._flying: deque[comm.Pending] = deque()
@@ -115,19 +117,27 @@ class Flat:
                 fill(view.placed, view.box, view.weight.view(view.box.shape))
 
     def _allocate(self, spans: Sequence[Span], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-        """Memory for what stays of each bucket's weights: in `weights` on the device, or in `hosted` on the host."""
+        """Memory for what stays of each bucket's weights: in `weights` on the device, or in `hosted` on the host or
+        in a file.
+        """
         runs = [self.plan.held(s, self.plan.keeps_weights(s)) for s in spans]
-        away = [self.plan.hosted and not self.plan.keeps_weights(s) for s in spans]
+        away = [self._is_away(s) for s in spans]
         room = {
             side: sum(b - a for (a, b), far in zip(runs, away, strict=True) if far == side) for side in (False, True)
         }
         self.weights = torch.zeros(room[False], dtype=dtype, device=device)
-        self.hosted = devices.host_zeros((room[True],), dtype, device)
+        size = (room[True],)
+        if self.plan.files and room[True]:
+            self._disk = Disk(self.plan.files, room[True] * dtype.itemsize)
+        self.hosted = devices.host_zeros(size, dtype, device) if self._disk is None else self._disk.zeros(size, dtype)
         found, used = [], {False: 0, True: 0}
         for (a, b), far in zip(runs, away, strict=True):
             found.append((self.hosted if far else self.weights)[used[far] : used[far] + b - a])
             used[far] += b - a
         return found
+
+    def _is_away(self, span: Span) -> bool:
+        return self.plan.hosted and not self.plan.keeps_weights(span)
 
     def _adopt(self, bucket: Bucket) -> None:
         """Make the bucket's parameters views of it, and give them sinks."""
@@ -292,6 +302,8 @@ class Flat:
 
     def start_gather(self, overlap: bool) -> None:
         """Send stepped weights to the ranks that keep them; the next forward waits where it needs them."""
+        if self._disk is not None:
+            self._disk.leave()
         for bucket in reversed(self.buckets):
             if bucket.trained and not bucket.lean:
                 bucket.send_weights()

@@ -20,16 +20,22 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from isotron.core import device as devices
+from isotron.core.mapped import Disk, Files
 from isotron.core.nn.context import Context
 
 
 class Kept:
     """The bytes of one storage. `source` is held until they have been copied."""
 
-    def __init__(self, unit: Unit, source: Tensor) -> None:
+    def __init__(self, unit: Unit, source: Tensor, files: Files | None) -> None:
         self.unit, self.device = unit, source.device
         self.source: Tensor | None = source
-        self.host = devices.host_bytes(source.numel(), source.device)
+        self._disk: Disk | None = None
+        if files is None:
+            self.host = devices.host_bytes(source.numel(), source.device)
+        else:
+            self._disk, self.host = files.take(source.numel())
+            weakref.finalize(self, files.give_back, (self._disk, self.host)).atexit = False
         self._copied = devices.start_copies([(self.host, source)], source.device)
         self.back: Tensor | None = None
         self._arrived: Callable[[], None] | None = None
@@ -39,6 +45,13 @@ class Kept:
         if self.source is not None:
             self._copied()
             self.source = None
+            if self._disk is not None:
+                self._disk.leave()
+
+    def read_ahead(self) -> None:
+        """Bytes in a file begin to be read."""
+        if self._disk is not None and self.source is None and self.back is None:
+            self._disk.fetch()
 
     def fetch(self) -> None:
         """Start to bring the bytes back, unless that has been done."""
@@ -78,19 +91,19 @@ class View:
 class Unit:
     """What one block keeps in one forward. `before`: the block before it, whose bytes are wanted next."""
 
-    def __init__(self, before: Unit | None) -> None:
-        self.before, self._asked = before, False
+    def __init__(self, before: Unit | None, files: Files | None = None) -> None:
+        self.before, self._files, self._asked = before, files, False
         self._kept: dict[tuple[int, int], weakref.ref[Kept]] = {}
 
     def keep(self, x: Tensor) -> View:
         """x, its storage once for all views of it."""
         storage = x.untyped_storage()
-        key = storage.data_ptr(), x._version
+        key = storage._cdata, x._version
         reference = self._kept.get(key)
         kept = None if reference is None else reference()
         if kept is None:
             source = torch.empty(0, dtype=torch.uint8, device=x.device).set_(storage)
-            kept = Kept(self, source)
+            kept = Kept(self, source, self._files)
             self._kept[key] = weakref.ref(kept)
         return View(kept, x.dtype, tuple(x.shape), x.stride(), int(x.storage_offset()))
 
@@ -104,19 +117,26 @@ class Unit:
             kept.settle()
 
     def reached(self) -> None:
-        """The backward has come to it: what the block before it keeps starts to come back."""
-        if not self._asked:
-            self._asked = True
-            if self.before is not None:
-                for kept in self.before.alive():
-                    kept.fetch()
+        """The backward has come to it: what the block before it keeps starts to come back, and what the one before
+        that has in files is read.
+        """
+        if self._asked or self.before is None:
+            return
+        self._asked = True
+        for kept in self.before.alive():
+            kept.fetch()
+        for kept in () if self.before.before is None else self.before.before.alive():
+            kept.read_ahead()
 
 
 class HostActivations:
-    """Socket `offloading` of a decoder: the first `blocks` blocks of its stage keep their activations on the host."""
+    """Socket `offloading` of a decoder: the first `blocks` blocks of its stage keep their activations on the host, or
+    in files of a directory.
+    """
 
-    def __init__(self, blocks: int) -> None:
+    def __init__(self, blocks: int, directory: str = "") -> None:
         self.blocks = blocks
+        self._files = Files(directory) if directory else None
         self.last: Unit | None = None
 
     def __call__(self, place: int, modules: Iterable[nn.Module], ctx: Context) -> AbstractContextManager[Any]:
@@ -126,12 +146,12 @@ class HostActivations:
         self._leave_behind()
         if place >= self.blocks:
             return nullcontext()
-        unit = self.last = Unit(self.last)
+        unit = self.last = Unit(self.last, self._files)
         stays = _storages(p for module in modules for p in module.parameters()) | _shared(ctx)
 
         def pack(x: Tensor) -> Tensor | View:
             here = x.untyped_storage()
-            return x if not here.nbytes() or here.data_ptr() in stays else unit.keep(x)
+            return x if not here.nbytes() or here._cdata in stays else unit.keep(x)
 
         def unpack(packed: Tensor | View) -> Tensor:
             return packed.tensor() if isinstance(packed, View) else packed
@@ -145,7 +165,7 @@ class HostActivations:
 
 
 def _storages(tensors: Iterable[Tensor]) -> set[int]:
-    return {t.untyped_storage().data_ptr() for t in tensors}
+    return {t.untyped_storage()._cdata for t in tensors}
 
 
 def _shared(ctx: Context) -> set[int]:

@@ -9,12 +9,14 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class Offload:
     """fraction: of the elements that this rank steps, whose masters and moments live on the host and are stepped there.
-    directory: of files for them, empty for host memory. weights: under ZeRO-3, the own run lives in host memory too.
+    directory: of files for them, empty for host memory. weights: under ZeRO-3, the own run lives in host memory too, or
+    in files of `weights_directory`.
     """
 
     fraction: float = 0.0
     directory: str = ""
     weights: bool = False
+    weights_directory: str = ""
 
 
 def hosted(sizes: Sequence[int], fraction: float) -> int:

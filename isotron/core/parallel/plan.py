@@ -181,14 +181,23 @@ class Layout:
     optimizer_offload_fraction: float = option(1.0, "share of the elements for which optimizer_cpu_offload does so")
     offload_weights: bool = option(False, "under zero 3, the own shards of weights live in host memory")
     offload_dir: str = option(
-        "", "directory on a local disk for files of masters and moments, instead of host memory; empty means memory"
+        "", "directory on a local disk for files of what is offloaded, instead of host memory; empty means memory"
+    )
+    offload_dir_for: tuple[str, ...] = option(
+        ("state", "weights", "activations"),
+        "what of it goes to files: state (masters and moments), weights, activations; the others stay in host memory",
     )
 
     @property
     def offload(self) -> Offload:
         """What lives on the host."""
         fraction = self.optimizer_offload_fraction if self.optimizer_cpu_offload else 0.0
-        return Offload(fraction, self.offload_dir, self.offload_weights)
+        state, weights = (self.files_for(what) for what in ("state", "weights"))
+        return Offload(fraction, state, self.offload_weights, weights)
+
+    def files_for(self, what: str) -> str:
+        """The directory for files of `state`, `weights` or `activations`, if there is one."""
+        return self.offload_dir if what in self.offload_dir_for else ""
 
     @property
     def stages(self) -> int:

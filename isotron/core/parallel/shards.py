@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from isotron.core import comm
+from isotron.core.mapped import Disk
 from isotron.core.mesh import Group
 from isotron.core.nn.linear import GradSink
 from isotron.core.parallel.buckets import Classes, Span
@@ -47,8 +48,8 @@ def sharing(ranks: Sequence[int], rank: int, group_of: Callable[[Sequence[int]],
 class Sharding:
     """What is sharded, over whom. `groups`: class of parameters -> its ranks. `transport`: the type in which gradients
     travel, None for that of their sums. `overlap`: at most two buckets of gradients are under way, else one at a time.
-    `hosted`: own runs of weights that are not kept whole live in host memory. `sums`: the type in which gradients of
-    16-bit weights add up, None for float32.
+    `hosted`: own runs of weights that are not kept whole live in host memory, or in a file of the directory `files`.
+    `sums`: the type in which gradients of 16-bit weights add up, None for float32.
     """
 
     zero: int
@@ -59,6 +60,7 @@ class Sharding:
     transport: torch.dtype | None = None
     hosted: bool = False
     sums: torch.dtype | None = None
+    files: str = ""
 
     @property
     def ways(self) -> dict[str, int]:
@@ -80,11 +82,12 @@ class Sharding:
 
 class Bucket:
     """Weights and gradients of one bucket. `held`: its part of the buffer of weights; `total`: of gradients, empty for
-    frozen parameters. Places in tensors are counted from the bucket's start.
+    frozen parameters. Places in tensors are counted from the bucket's start. `disk`: the file that the own weights
+    are in.
     """
 
-    def __init__(self, span: Span, plan: Sharding, held: Tensor, total: Tensor) -> None:
-        self.span, self.plan, self.total = span, plan, total
+    def __init__(self, span: Span, plan: Sharding, held: Tensor, total: Tensor, disk: Disk | None = None) -> None:
+        self.span, self.plan, self.total, self.disk = span, plan, total, disk
         self.start, self.stop = span.start, span.stop
         self.shard, self.copies = plan.groups[span.kind.group].shard, plan.groups[span.kind.group].copies
         self.cuts = [c - span.start for c in span.cuts]
@@ -127,7 +130,14 @@ class Bucket:
         """Start to fill the whole from everybody's run."""
         if self.lean:
             self.whole[self.run].copy_(self.own, non_blocking=True)
+        if self.disk is not None:
+            self.disk.leave(self.own)
         self.gathering = comm.start_gather_flat(self.whole, self.cuts, self.shard)
+
+    def read_ahead(self) -> None:
+        """The weights will be gathered soon: what of them is in a file begins to be read."""
+        if self.disk is not None and not self.users:
+            self.disk.fetch(self.own)
 
     def wait_weights(self) -> None:
         """Block until the whole is there."""

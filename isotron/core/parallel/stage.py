@@ -94,8 +94,9 @@ class Stage:
         """Name -> (shape, dtype) of the tensors that stage `behind` hands on."""
         dtype = self.dtype if self.module.widths is None else self.module.widths[0]
         rows, split, width = len(batch.tokens), self.sequence_split, self.hidden_size
-        lengths = self.module.hands_on(batch, self.stops[behind])
-        return {name: ((rows, length // split, width), dtype) for name, length in lengths.items()}
+        sizes = self.module.hands_on(batch, self.stops[behind])
+        shapes = {n: (rows, size // split, width) if isinstance(size, int) else size for n, size in sizes.items()}
+        return {name: (shape, dtype) for name, shape in shapes.items()}
 
 
 def build_stage(
@@ -182,9 +183,10 @@ def sharding_of(layout: Layout, mesh: Mesh, held: Holders, frozen: tuple[str, ..
     transport = None if layout.grad_reduce_dtype == "auto" else devices.dtype_of(layout.grad_reduce_dtype)
     classes = layout.classes(held, frozen)
     overlap = layout.overlap_grad_reduce
-    hosted = layout.offload_weights
+    offload = layout.offload
+    hosted, files = offload.weights, offload.weights_directory
     sums = None if layout.main_grads_dtype == "auto" else devices.dtype_of(layout.main_grads_dtype)
-    return Sharding(layout.zero_stage, groups, layout.ddp_bucket_size, classes, overlap, transport, hosted, sums)
+    return Sharding(layout.zero_stage, groups, layout.ddp_bucket_size, classes, overlap, transport, hosted, sums, files)
 
 
 def units_of(module: Decoder, layout: Layout, flats: list[Flat]) -> Units:
@@ -256,7 +258,9 @@ def _set_policies(module: Decoder, layout: Layout, seed: int, tp: Group) -> None
     if layout.distribute_saved_activations:
         module.keeping = partial(shared_inputs, tp)
     if layout.cpu_offloading:
-        module.offloading = HostActivations(layout.cpu_offloading_num_layers or len(module.layers))
+        module.offloading = HostActivations(
+            layout.cpu_offloading_num_layers or len(module.layers), layout.files_for("activations")
+        )
     selective = layout.recompute_modules if layout.recompute == "selective" else ()
     for layer in module.modules():
         if isinstance(layer, (Dropout, Router)):

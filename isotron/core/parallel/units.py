@@ -37,6 +37,11 @@ class Unit:
             for bucket in self.buckets:
                 bucket.acquire()
 
+    def read_ahead(self) -> None:
+        """It will be gathered soon: what of its weights is in files begins to be read."""
+        for bucket in () if self.live else self.buckets:
+            bucket.read_ahead()
+
     def open(self) -> None:
         """Have the weights."""
         self.start()
@@ -64,9 +69,8 @@ class Units:
         """x, with the weights of the unit that it goes into at hand."""
         unit = self.units[name]
         unit.open()
-        if self.prefetch and not any(u.in_backward for u in self._order):
-            for after in self._order[self._place[id(unit)] + 1 :][:1]:
-                after.start()
+        if not any(u.in_backward for u in self._order):
+            self._ahead(self._order[self._place[id(unit)] + 1 :])
         return _Hook.apply(x, self.end_backward, unit) if unit.lookback and x.requires_grad else x
 
     def leave(self, name: str, y: Tensor) -> Tensor:
@@ -97,10 +101,15 @@ class Units:
         """The gradient of a unit's output is there."""
         unit.in_backward = True
         unit.open()
-        if self.prefetch:
-            before = (u for u in reversed(self._order[: self._place[id(unit)]]) if u.lookback)
-            for found in list(before)[:1]:
-                found.start()
+        self._ahead([u for u in reversed(self._order[: self._place[id(unit)]]) if u.lookback])
+
+    def _ahead(self, coming: Sequence[Unit]) -> None:
+        """The next unit starts to gather, and what the one behind it has in files is read; or only that of the next."""
+        for number, unit in enumerate(coming[: 2 if self.prefetch else 1]):
+            if number == 0 and self.prefetch:
+                unit.start()
+            else:
+                unit.read_ahead()
 
     def end_backward(self, unit: Unit) -> None:
         """The gradient of a unit's input is there."""

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from isotron.config.schema import RunConfig
+from isotron.config.schema import RunConfig, changed
 from isotron.core import comm
 from isotron.core import device as devices
 from isotron.core.batch import Batch
@@ -101,6 +101,7 @@ def rounds(config: RunConfig) -> tuple[int, int, int]:
 def dry(config: RunConfig, rank: int) -> RankReport:
     """A rank of a world that need not be there. The config is finished; its vocabulary is known."""
     started = time.perf_counter()
+    config = changed(config, offload_dir="")  # a file takes the bytes that host memory would
     run, one, more = rounds(config)
     with _alone(rank, config.layout.world), without_memory(), _without_numbers():
         mesh = Mesh(rank, **config.layout.axes)
