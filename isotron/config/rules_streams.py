@@ -88,5 +88,5 @@ STREAM_RULES: tuple[Rule, ...] = (
          lambda c, f: two_streams(c) and bool(moved(c, *_ONE_STREAM)), _rows_of_decoders),
     Rule("tasks of decoders", ("eval_tasks",), lambda c, f: two_streams(c) and bool(c.train.eval_tasks), _tasks),
     *map(_layout_rule, ("cp", "attention_backend", "cpu_offloading", "distribute_saved_activations",
-                        "fp32_residual_connection")),
+                        "fp32_residual_connection", "activation_budget_gib")),
 )  # fmt: skip

@@ -90,6 +90,11 @@ class Job:
         return self.micro_batch * self.seq // self.cp
 
     @property
+    def output_tokens(self) -> int:
+        """Those of them that reach the output layer; an encoder's do not."""
+        return self.micro_batch * (getattr(self.config, "decoder_seq_length", 0) or self.seq) // self.cp
+
+    @property
     def step_tokens(self) -> int:
         """Tokens of a step over all ranks."""
         return self.global_batch * self.seq

@@ -11,7 +11,11 @@ from isotron.core.parallel.pipeline.live import Row, staying
 from isotron.planner.job import Job
 from isotron.planner.parameters import StagePart
 
-_ORDER = ("embed", "positions", "layers", "norm", "head", "mtp_embed", "mtp")  # in which a pass uses them
+# in which a pass uses them
+_ORDER = (
+    *("embed", "positions", "encoder_bias", "layers", "encoder_norm", "decoder_bias", "norm", "head"),
+    *("mtp_embed", "mtp"),
+)
 
 
 def summed_elements(part: StagePart) -> int:

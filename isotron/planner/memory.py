@@ -14,6 +14,7 @@ from math import prod
 from isotron.core.parallel.pipeline.actions import Kind, Schedule
 from isotron.core.parallel.pipeline.live import with_sums, with_weights
 from isotron.core.parallel.plan import Layout
+from isotron.planner import pairs
 from isotron.planner.activations import block_bytes, stage_bytes
 from isotron.planner.job import Job
 from isotron.planner.live import gathered_elements, live_bytes, summed_elements
@@ -116,13 +117,20 @@ def activation_peaks(job: Job, table: Schedule, every: Sequence[Sequence[StagePa
     peaks = []
     waiting = {last: deferred_logits(job)} if any(a.kind is Kind.W for row in table.ranks for a in row) else {}
     for rank, parts in enumerate(every):
-        few = {p.number: stage_bytes(job, len(p.layers), p.number == 0, p.number == last) for p in parts}
+        few = {p.number: part_bytes(job, p, p.number == last) for p in parts}
         most = few
         if keep:
-            most = {p.number: stage_bytes(job, len(p.layers), p.number == 0, p.number == last, "none") for p in parts}
+            most = {p.number: part_bytes(job, p, p.number == last, "none") for p in parts}
         few, most = ({s: n + waiting.get(s, 0) for s, n in sizes.items()} for sizes in (few, most))
         peaks.append(_peak(table, rank, few, most, keep))
     return peaks
+
+
+def part_bytes(job: Job, part: StagePart, last: bool, mode: str | None = None) -> float:
+    """Bytes that a stage keeps of one microbatch."""
+    if pairs.are_read(job):
+        return pairs.stage_bytes(job, part.layers, part.number == 0, last, mode)
+    return stage_bytes(job, len(part.layers), part.number == 0, last, mode)
 
 
 def _peak(table: Schedule, rank: int, few: dict[int, float], most: dict[int, float], keep: int) -> float:
@@ -153,6 +161,8 @@ def recompute_bytes(job: Job) -> float:
     here = 2 * block_bytes(job) if job.layout.cpu_offloading else 0.0
     if job.layout.recompute != "full":
         return here
+    if pairs.are_read(job):
+        return pairs.unit_bytes(job)
     unit = block_bytes(job, "none") - job.tokens * job.residual * _local_width(job)
     return here + unit * job.layout.recompute_num_layers
 
@@ -164,7 +174,7 @@ def _local_width(job: Job) -> float:
 def logits_bytes(job: Job) -> float:
     """Logits at hand in the loss: a chunk of them, and a block in float32; the gradient of the whole input beside."""
     rows = job.layout.padded_vocab(job.config.vocab_size) // job.layout.tp
-    chunk = min(job.tokens, max(16, LOSS_CHUNK // (job.element * rows))) * rows * job.element
+    chunk = min(job.output_tokens, max(16, LOSS_CHUNK // (job.element * rows))) * rows * job.element
     return float(chunk + (LOSS_BLOCK if job.element < 4 else 0))
 
 
@@ -173,9 +183,9 @@ def deferred_logits(job: Job) -> float:
     of as many whole chunks of logits as may be kept.
     """
     rows = job.layout.padded_vocab(job.config.vocab_size) // job.layout.tp * job.element
-    chunk = min(job.tokens, max(16, LOSS_CHUNK // rows))
-    kept = min(job.tokens, (job.layout.deferred_logits << 20) // (chunk * rows) * chunk)
-    return kept * rows + job.tokens * job.element * _local_width(job)
+    chunk = min(job.output_tokens, max(16, LOSS_CHUNK // rows))
+    kept = min(job.output_tokens, (job.layout.deferred_logits << 20) // (chunk * rows) * chunk)
+    return kept * rows + job.output_tokens * job.element * _local_width(job)
 
 
 def temporaries(job: Job, parts: Sequence[StagePart]) -> float:

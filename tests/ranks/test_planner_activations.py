@@ -16,6 +16,7 @@ from isotron.core.batch import Batch
 from isotron.core.mesh import Mesh
 from isotron.core.parallel.model import ParallelModel
 from isotron.core.parallel.plan import Layout
+from isotron.planner import pairs
 from isotron.planner.activations import stage_bytes
 from isotron.planner.job import Job
 
@@ -86,6 +87,35 @@ def test_one_process(name: str, recompute: str, dropout: float) -> None:
     dtype = "float32" if dropout == 0.0 and name == "llama-tiny" else "bfloat16"
     job = job_of(name, Layout(dp=1, recompute=recompute, make_vocab_size_divisible_by=1), dtype, dropout)
     check(job, saved(job))
+
+
+E, T = 48, 20  # tokens of an encoder's row and of a decoder's
+
+
+def pairs_of(recompute: str, dropout: float, dtype: str, **model: Any) -> Job:
+    config = replace(PRESETS["t5-tiny"], vocab_size=V, max_position_embeddings=E, decoder_seq_length=T, **model,
+                     hidden_dropout=dropout, attention_dropout=dropout)  # fmt: skip
+    return Job(config, Layout(dp=1, recompute=recompute, make_vocab_size_divisible_by=1), E, B, B, dtype)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("kind", ["relu", "gated-gelu"])
+def test_an_encoder_and_a_decoder(kind: str, recompute: str) -> None:
+    """What is formed again takes the padding, the biases and what the encoder gave with it, outside of autograd."""
+    sizes = {"encoder_num_layers": 3, "decoder_num_layers": 2, "feed_forward_proj": kind}
+    for dropout, dtype in ((0.1, "float32"), (0.0, "bfloat16")):
+        job = pairs_of(recompute, dropout, dtype, **sizes)
+        model = ParallelModel(job.config, job.layout, Mesh(), DTYPES[dtype], torch.device("cpu"), 1)
+        draw = torch.Generator().manual_seed(3)
+        tokens, labels, source = (torch.randint(0, V, (B, n), generator=draw) for n in (T, T, E))
+        lengths, positions = torch.tensor([E, E - 5]), torch.arange(T).expand(B, -1)
+        batch = Batch(
+            tokens, labels, torch.ones(B, T), positions, torch.arange(B), source=source, source_lengths=lengths
+        )
+        beside = 0 if recompute == "none" else B * E + 4 * (E * E + T * T) * job.element
+        beside += B * E * 64 * job.element if recompute == "full" else 0
+        planned = pairs.stage_bytes(job, range(5), True, True)
+        assert planned - beside == _of(model.stages[0], batch), (dropout, dtype)
 
 
 @pytest.mark.parametrize(

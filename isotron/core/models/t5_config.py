@@ -114,6 +114,11 @@ class T5Config:
                 "its scores have a bias that is trained, so probabilities are formed", "--attention-backend auto",
                 layout.attention_backend in ("flash", "fused"),
             ),
+            f"--activation-budget-gib {layout.activation_budget_gib:g}": (
+                "what its blocks cost to be computed again is not counted",
+                "--activation-budget-gib 0, with --recompute full",
+                layout.activation_budget_gib > 0,
+            ),
             **{
                 f"--{leaf}".replace("_", "-"): ("it is not built for two streams", f"--no-{leaf}".replace("_", "-"), on)
                 for leaf in ("cpu_offloading", "distribute_saved_activations", "fp32_residual_connection")
