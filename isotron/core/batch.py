@@ -4,6 +4,8 @@ B sequences, S positions. A token's loss counts `loss_mask` times; `labels` are 
 after token i). `doc_ids` is None unless documents in a row must not see each other. `sample_ids` is the place of each
 sequence in consumption order over the whole run; dropout masks are keyed by it. Where an encoder reads another sequence
 than the decoder, that is `source`, E positions of which the last of a row are padding: all from `source_lengths` on.
+Pictures are `images`, [pictures, patches, numbers of a patch] of a floating type, in the order in which the rows have
+them.
 """
 
 from __future__ import annotations
@@ -84,6 +86,7 @@ class Batch:
     origin: Origin | None = None
     source: torch.Tensor | None = None
     source_lengths: torch.Tensor | None = None
+    images: torch.Tensor | None = None
 
     def to(self, device: torch.device | str) -> Batch:
         """The same batch on another device."""

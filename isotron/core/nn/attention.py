@@ -146,6 +146,12 @@ class _Given(torch.autograd.Function):
         return None
 
 
+def given(p: Tensor) -> Tensor:
+    """A parameter as an operand of plain operations."""
+    found: Tensor = _Given.apply(p)
+    return found
+
+
 class Attention(nn.Module):
     """q|k|v in one projection, norms of q and k per head where given, rotation when the context has angles, the core,
     and the output projection.
@@ -188,7 +194,7 @@ class Attention(nn.Module):
         """`pre` is applied to x first and computed again in the backward."""
         y = self.qkv(x_BSD, pre)
         n = self.head_size
-        y = y.view(*y.shape[:-1], -1, n)
+        y = y.view(*y.shape[:-1], y.shape[-1] // n, n)  # -1 is ambiguous where there is no row
         h = self.out.weight.shape[1] // n
         k = (y.shape[2] - h) // 2
         q_k, v = y.split((h + k, k), 2)
@@ -205,7 +211,7 @@ class Attention(nn.Module):
     def _sinks(self, q_BHSN: Tensor) -> Tensor | None:
         """The score of each local head's key that has no value, where there is one."""
         if self.sinks is not None:
-            return _Given.apply(self.sinks)
+            return given(self.sinks)
         return q_BHSN.new_zeros(q_BHSN.shape[1]) if self.softmax_type == "off-by-one" else None
 
     def _normed(self, norm: nn.Module, x_BSHN: Tensor) -> Tensor:

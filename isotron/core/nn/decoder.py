@@ -114,8 +114,10 @@ class Decoder(nn.Module):
         ends = [[name for name in names if name in self.ends] for names in (before, after)]
         return [*ends[0], *(f"layers.{number}" for number in self.layers), *ends[1]]
 
-    def hands_on(self, batch: Batch, done: int) -> dict[str, int]:
-        """Name -> tokens of a row of each tensor that crosses a boundary behind `done` blocks of the model."""
+    def hands_on(self, batch: Batch, done: int) -> Mapping[str, int | tuple[int, ...]]:
+        """Name -> tokens of a row of each tensor that crosses a boundary behind `done` blocks of the model; the whole
+        shape of one that is not as many rows as the batch has, as wide as the model.
+        """
         return {"hidden": batch.shape[1]}
 
     def carried(self, batch: Batch, boundary: Boundary, terms: Terms | None = None) -> Boundary:

@@ -59,6 +59,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": gelu,
     "gelu_tanh": partial(gelu, approximate="tanh"),
     "relu": relu,
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
 }
 
 

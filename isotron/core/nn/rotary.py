@@ -34,6 +34,19 @@ def rotary_decoder(
     Where the config says so: another base for blocks with a window, a factor of the embedding, a bound on logits.
     """
 
+    ends: dict[str, nn.Module] = {}
+    if first:
+        ends["embed"] = Embedding(padded_vocab, cfg.hidden_size, getattr(cfg, "embedding_scale", 1.0))
+        ends["dropout"] = Dropout(cfg.hidden_dropout, "embed")
+    if last:
+        ends["norm"] = norm(cfg.hidden_size, cfg.norm_epsilon)
+        ends["head"] = Head(cfg.hidden_size, padded_vocab, getattr(cfg, "final_logit_softcapping", 0.0))
+    return Decoder(blocks, rotary_context(cfg), ends)
+
+
+def rotary_context(cfg: Any) -> Callable[[Batch, Any], Context]:
+    """What makes the context of a pass: the angles of its positions."""
+
     def context(batch: Batch, dtype: torch.dtype) -> Context:
         longest, turned = cfg.max_position_embeddings, getattr(cfg, "rope_size", cfg.head_size)
         angles = stretched_angles(batch.positions, cfg, turned, longest, dtype, lambda: batch.longest)
@@ -42,11 +55,4 @@ def rotary_decoder(
             return Context(batch, angles)
         return Context(batch, angles, local_rope=plain_angles(batch.positions, turned, local, dtype))
 
-    ends: dict[str, nn.Module] = {}
-    if first:
-        ends["embed"] = Embedding(padded_vocab, cfg.hidden_size, getattr(cfg, "embedding_scale", 1.0))
-        ends["dropout"] = Dropout(cfg.hidden_dropout, "embed")
-    if last:
-        ends["norm"] = norm(cfg.hidden_size, cfg.norm_epsilon)
-        ends["head"] = Head(cfg.hidden_size, padded_vocab, getattr(cfg, "final_logit_softcapping", 0.0))
-    return Decoder(blocks, context, ends)
+    return context
