@@ -7,7 +7,7 @@ from itertools import combinations, product
 from typing import Any
 
 Case = dict[str, Any]
-Pair = tuple[tuple[str, Any], tuple[str, Any]]
+Group = tuple[tuple[str, Any], ...]
 
 
 def product_of(axes: Mapping[str, Sequence[Any]], legal: Callable[[Case], bool] = lambda case: True) -> list[Case]:
@@ -16,14 +16,18 @@ def product_of(axes: Mapping[str, Sequence[Any]], legal: Callable[[Case], bool] 
     return [case for case in everything if legal(case)]
 
 
-def pairs_of(case: Case) -> set[Pair]:
-    """The pairs of values that occur in a case."""
-    return set(combinations(case.items(), 2))
+def pairs_of(case: Case, size: int = 2) -> set[Group]:
+    """The pairs of values that occur in a case, or groups of another size."""
+    return set(combinations(case.items(), size))
 
 
-def covering(axes: Mapping[str, Sequence[Any]], legal: Callable[[Case], bool] = lambda case: True) -> list[Case]:
-    """Greedy: again and again the legal case with the most pairs that no earlier case has. Deterministic."""
-    left = [(case, pairs_of(case)) for case in product_of(axes, legal)]
+def covering(
+    axes: Mapping[str, Sequence[Any]], legal: Callable[[Case], bool] = lambda case: True, size: int = 2
+) -> list[Case]:
+    """Greedy: again and again the legal case with the most pairs (or groups of another size) that no earlier case has.
+    Deterministic.
+    """
+    left = [(case, pairs_of(case, size)) for case in product_of(axes, legal)]
     missing = set().union(*(pairs for _, pairs in left)) if left else set()
     chosen: list[Case] = []
     while missing:
@@ -37,7 +41,7 @@ def covering(axes: Mapping[str, Sequence[Any]], legal: Callable[[Case], bool] = 
 
 def uncovered(
     cases: Sequence[Case], axes: Mapping[str, Sequence[Any]], legal: Callable[[Case], bool] = lambda case: True
-) -> set[Pair]:
+) -> set[Group]:
     """Pairs that some legal case has and none of `cases`."""
     wanted = set().union(*(pairs_of(case) for case in product_of(axes, legal)))
     return wanted - set().union(*(pairs_of(case) for case in cases))

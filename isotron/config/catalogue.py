@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from typing import Any, get_type_hints
 
@@ -46,6 +46,7 @@ class Option:
     choices: tuple[Any, ...] | None = None
     unit: str = ""
     families: tuple[str, ...] = ()
+    absent: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def flag(self) -> str:
@@ -72,7 +73,8 @@ def _options(section: str, cls: type, families: tuple[str, ...]) -> list[Option]
     for f in fields(cls):
         meta = f.metadata
         kind = _KIND_OF_TYPE[types[f.name]]
-        options.append(Option(f.name, kind, f.default, meta["help"], section, meta["choices"], meta["unit"], families))
+        legal = meta["choices"], meta["unit"], families, meta["absent"]
+        options.append(Option(f.name, kind, f.default, meta["help"], section, *legal))
     return options
 
 
@@ -85,7 +87,7 @@ def _merge(old: Option | None, new: Option) -> Option:
 
 
 def _with_families(o: Option, families: tuple[str, ...]) -> Option:
-    return Option(o.name, o.kind, o.default, o.help, o.section, o.choices, o.unit, families)
+    return replace(o, families=families)
 
 
 def parse_words(option: Option, words: list[str]) -> Any:
@@ -138,5 +140,6 @@ def _number(kind: Callable[[str], float], word: str, name: str) -> Any:
 
 def _chosen(option: Option, value: Any) -> Any:
     if option.choices is not None and value not in option.choices:
-        raise ValueError(f"{value!r} is not one of {', '.join(map(str, option.choices))}")
+        why = option.absent.get(str(value).lower(), "")
+        raise ValueError((f"{why}; " if why else "") + f"{value!r} is not one of {', '.join(map(str, option.choices))}")
     return value

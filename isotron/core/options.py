@@ -5,13 +5,24 @@ PURE. The framework builds flags, `--help` and TOML checks from these fields; th
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import field
 from typing import Any
 
 
-def option(default: Any, help: str, *, choices: tuple[Any, ...] | None = None, unit: str = "") -> Any:
-    """A dataclass field with its help text, legal values and unit in its metadata."""
-    metadata = {"help": help, "choices": choices, "unit": unit}
+def option(
+    default: Any,
+    help: str,
+    *,
+    choices: tuple[Any, ...] | None = None,
+    unit: str = "",
+    absent: Mapping[str, str] | None = None,
+) -> Any:
+    """A dataclass field with its help text, legal values and unit in its metadata.
+
+    `absent`: well-known values that are not there, and why.
+    """
+    metadata = {"help": help, "choices": choices, "unit": unit, "absent": dict(absent or {})}
     if isinstance(default, (list, dict)):
         raise TypeError("config defaults are immutable: use a tuple")
     return field(default=default, metadata=metadata)

@@ -110,6 +110,7 @@ def test_every_problem_is_reported_together():
         ),
         ("--preset gpt2 --family llama", "preset gpt2 is of family gpt"),
         ("--split", "the value is missing"),
+        ("--optimizer soap", "no well-kept library has SOAP"),
     ],
 )
 def test_refusals(line, part):

@@ -17,7 +17,7 @@ from isotron.planner.live import gathered_elements, open_gradients, summed_eleme
 from isotron.planner.parameters import count_parameters, rank_stages
 from isotron.train.verify import Case, measure
 from tests.covering import Case as Choice
-from tests.covering import covering, product_of, uncovered
+from tests.covering import covering, uncovered
 from tests.matrix import MODELS, equals_one_process, faults, reference_of
 from tests.ranks.bodies import build
 from tests.ranks.zero_bodies import (
@@ -58,14 +58,14 @@ def test_pairs(ranks: Callable[..., list[Any]], choice: Choice) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "rest" in metafunc.fixturenames:  # a thousand cases, made only when they are to run
+    if "rest" in metafunc.fixturenames:  # sought only when they are to run
         slow = metafunc.config.getoption("--slow")
-        rest = [c for c in product_of(AXES, legal) if c not in PAIRS] if slow else []
+        rest = [c for c in covering(AXES, legal, size=3) if c not in PAIRS] if slow else []
         metafunc.parametrize("rest", rest, ids=name_of if slow else None)
 
 
 @pytest.mark.slow
-def test_full_product(ranks: Callable[..., list[Any]], rest: Choice) -> None:
+def test_every_three_features_together(ranks: Callable[..., list[Any]], rest: Choice) -> None:
     check(ranks, rest)
 
 

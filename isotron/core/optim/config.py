@@ -7,6 +7,13 @@ from dataclasses import dataclass
 from isotron.core.options import option
 
 METHODS = ("adamw", "adam_l2", "sgd", "lion", "adafactor", "muon")
+ABSENT = {
+    "soap": "no well-kept library has SOAP, which keeps two square matrices beside each weight; muon, too, works on "
+    "whole matrices and keeps a momentum alone",
+    "shampoo": "no well-kept library has it; muon, too, works on whole matrices and keeps a momentum alone",
+    "lamb": "its step follows the length of whole weights, as adafactor's does",
+    "adagrad": "its second moments only grow; adamw forgets them, adafactor keeps means of them",
+}
 WIDTHS = ("float32", "bfloat16", "int8")
 
 
@@ -19,6 +26,7 @@ class OptimConfig:
         "the update rule: adamw, adam_l2 (weight decay in the gradient), sgd, lion, adafactor (second moments as means "
         "of rows and columns), or muon on the matrices of blocks",
         choices=METHODS,
+        absent=ABSENT,
     )
     adam_beta1: float = option(0.9, "decay of the first moment")
     adam_beta2: float = option(0.95, "decay of the second moment")

@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from isotron.core.errors import Problem, Refused
-from isotron.core.optim.config import METHODS, OptimConfig
+from isotron.core.optim.config import ABSENT, METHODS, OptimConfig
 from isotron.core.optim.mup import rate_factor
 
 KEYS = ("lr_mult", "wd_mult", "optimizer")
@@ -46,6 +46,8 @@ def parse(word: str) -> Override | Problem:
     for item in rest.split(",") if pattern else ():
         key, _, value = (x.strip() for x in item.partition("="))
         legal = _value(key, value)
+        if key == "optimizer" and value in ABSENT:
+            return _wrong(word, ABSENT[value])
         if legal is None or key in says:
             return _wrong(word, f"{item.strip()!r} is none of lr_mult=NUMBER, wd_mult=NUMBER, optimizer=NAME once each")
         says[key] = legal
