@@ -56,8 +56,22 @@ def case_of(schedule: str, feature: str) -> Case:
     return Case(MODELS[model], layout, 16, 1, layout.dp, steps=3, batch_multiples=(4, 3, 1))
 
 
-@pytest.mark.parametrize("feature", FEATURES)
-@pytest.mark.parametrize("schedule", SCHEDULES)
+# in every run each schedule meets a split of tensors, copies or ties over ranks, and one more; all pairs when asked
+KINDS = (("TP2", "SP"), ("DP2-zero1", "tied"), ("recompute", "selective", "uneven", "plain"))
+OFTEN = {(s, kind[(i // 2**k) % len(kind)]) for i, s in enumerate(SCHEDULES) for k, kind in enumerate(KINDS)}
+EVERY = [
+    pytest.param(s, f, marks=() if (s, f) in OFTEN else pytest.mark.slow, id=f"{s}-{f}")
+    for s in SCHEDULES
+    for f in FEATURES
+]
+
+
+def test_every_feature_is_met_often() -> None:
+    met = [f for _, f in OFTEN]
+    assert len(OFTEN) == 3 * len(SCHEDULES) and min(met.count(f) for f in FEATURES) >= 2
+
+
+@pytest.mark.parametrize(("schedule", "feature"), EVERY)
 def test_a_schedule_equals_one_process(ranks: Ranks, schedule: str, feature: str) -> None:
     case = case_of(schedule, feature)
     found: Measured = ranks(case.layout.world, measure, case, timeout=120)[0]
