@@ -26,7 +26,7 @@ MODELS = {
                            hidden_dropout=0.1),
     "latent": DeepseekV3Config(2, 32, 8, 8, 0, 48, 131, 16, q_lora_rank=12, kv_lora_rank=10, qk_head_dim=6,
                                qk_pos_emb_head_dim=4, v_head_dim=5, num_experts=4, moe_router_topk=2,
-                               moe_ffn_hidden_size=16, moe_layer_freq="[0,1]"),
+                               moe_ffn_hidden_size=16, moe_layer_freq="[0,1]", mtp_num_layers=2),
 }  # fmt: skip
 
 CONCERNS = {
@@ -42,9 +42,10 @@ AXES = {
     "model": tuple(MODELS),
     "rows": ("whole", "documents"),
     "beside": ("alone", "TP2+SP", "PP2", "DP2"),
-    "zero": (0, 1, 2, 3),
+    "zero": (1, 3),
     "recompute": ("none", "full"),
 }
+EVERY = {**AXES, "zero": (0, 1, 2, 3)}  # with --slow
 
 
 def legal(choice: Choice) -> bool:

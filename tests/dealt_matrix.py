@@ -22,8 +22,8 @@ MODELS: dict[str, Any] = {
     "positions": GPTConfig(4, 32, 8, vocab_size=131, max_position_embeddings=16, hidden_dropout=0.2),
     "window": replace(LONG["window"], num_layers=4),
     "balanced": replace(EXPERTS, moe_z_loss_coeff=0.01, moe_input_jitter_eps=0.1),
-    "biased": replace(EXPERTS, moe_router_load_balancing_type="global", moe_router_enable_expert_bias=True,
-                      moe_router_score_function="sigmoid"),
+    "latent": replace(LONG["latent"], num_layers=4, moe_layer_freq="1", mtp_num_layers=2, moe_aux_loss_coeff=0.1,
+                      moe_router_load_balancing_type="global"),
 }  # fmt: skip
 BESIDE: dict[str, dict[str, Any]] = {
     "DP4": {},

@@ -148,9 +148,6 @@ EXPERT_RULES: tuple[Rule, ...] = (
          lambda c, f: getattr(c.model, "mtp_num_layers", 0) > 0 and c.model.tie_embeddings,
          _problem("mtp_num_layers tie_embeddings", "--no-tie-embeddings",
                   lambda c: "one tie of the embedding is known at a time, and predictions of further tokens have it")),
-    Rule("predictions see whole rows", ("mtp_num_layers", "cp"),
-         lambda c, f: getattr(c.model, "mtp_num_layers", 0) > 0 and c.layout.cp > 1,
-         _problem("mtp_num_layers cp", "--cp 1", lambda c: "tokens further ahead may lie on another rank")),
     Rule("whole sequences for experts", ("cp", "moe_expert_capacity_factor", "moe_router_load_balancing_type",
                                          "moe_input_jitter_eps"),
          _of(lambda c, m: c.layout.cp > 1 and bool(m.moe_expert_capacity_factor or m.moe_input_jitter_eps

@@ -73,7 +73,8 @@ Places = (
 class Batch:
     """tokens_BS labels_BS positions_BS doc_ids_BS sample_ids_B, source_BE source_lengths_B: int64.
 
-    loss_mask_BS: float32.
+    loss_mask_BS: float32. Of rows that are not whole here, for models that predict K tokens further: ahead_(K+1)BS, the
+    labels of 0 to K places ahead, and ahead_mask_KBS.
     """
 
     tokens: torch.Tensor
@@ -84,6 +85,8 @@ class Batch:
     doc_ids: torch.Tensor | None = None
     part: Part | None = None
     origin: Origin | None = None
+    ahead: torch.Tensor | None = None
+    ahead_mask: torch.Tensor | None = None
     source: torch.Tensor | None = None
     source_lengths: torch.Tensor | None = None
     images: torch.Tensor | None = None

@@ -81,8 +81,6 @@ BOTH_SIDES: dict[str, tuple[str, str, dict]] = {
                               "--attention-backend unfused --attention-dropout 0.1", {}),
     "predictions untie": ("--family deepseek_v3 --mtp-num-layers 1 --tie-embeddings",
                           "--family deepseek_v3 --mtp-num-layers 1", {}),
-    "predictions see whole rows": ("--family deepseek_v3 --mtp-num-layers 1 --cp 2",
-                                   "--family deepseek_v3 --mtp-num-layers 1", {}),
     "layers per stage": ("--pp 2 --layers-per-stage 1,2", "--pp 2 --layers-per-stage 4,0", {}),
     "one way to deal layers": ("--pp 2 --layers-per-stage 1,3 --first-stage-layers 1",
                                "--pp 2 --first-stage-layers 1", {}),

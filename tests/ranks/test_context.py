@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
-from tests.context_matrix import AXES, case_of, legal
+from tests.context_matrix import AXES, EVERY, case_of, legal
 from tests.covering import Case as Choice
 from tests.covering import covering, product_of, uncovered
 from tests.matrix import equals_one_process
 
 PAIRS = covering(AXES, legal)
+OTHERS = [choice for choice in covering(EVERY, legal) if choice not in PAIRS]
 
 
 def name_of(choice: Choice) -> str:
@@ -24,11 +25,17 @@ def check(ranks: Callable[..., list[Any]], choice: Choice) -> None:
 
 
 def test_every_pair_of_features_is_covered() -> None:
-    assert uncovered(PAIRS, AXES, legal) == set()
+    assert uncovered(PAIRS, AXES, legal) == uncovered([*PAIRS, *OTHERS], EVERY, legal) == set()
 
 
 @pytest.mark.parametrize("choice", sorted(PAIRS, key=lambda c: case_of(c).layout.world), ids=name_of)
 def test_pairs(ranks: Callable[..., list[Any]], choice: Choice) -> None:
+    check(ranks, choice)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("choice", OTHERS, ids=name_of)
+def test_pairs_with_every_stage_of_zero(ranks: Callable[..., list[Any]], choice: Choice) -> None:
     check(ranks, choice)
 
 

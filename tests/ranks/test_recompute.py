@@ -17,6 +17,7 @@ from isotron.core.parallel.keep import shared_inputs
 from isotron.core.parallel.plan import Layout
 from isotron.planner.activations import stage_bytes
 from isotron.train.verify import Case, measure
+from tests.context_matrix import MODELS as LONG
 from tests.matrix import faults, reference_of
 from tests.ranks.test_planner_activations import check, job_of, saved
 
@@ -33,6 +34,7 @@ MODES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 GPT = GPTConfig(3, 32, 4, vocab_size=131, max_position_embeddings=16)
 LLAMA = LlamaConfig(3, 32, 4, 2, 16, 48, 131, 16)
+LATENT = LONG["latent"]
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -40,6 +42,13 @@ def test_the_same_numbers(ranks: Callable[..., list[Any]], mode: str) -> None:
     layout = Layout(**{"dp": 1, "make_vocab_size_divisible_by": 8, **MODES[mode]})
     case = Case(LLAMA if mode == "shares" else GPT, layout, 16, 2, 4, steps=2)
     assert not faults(ranks(layout.world, measure, case)[0], reference_of(case))
+
+
+def test_a_norm_that_two_projections_form_again(ranks: Callable[..., list[Any]]) -> None:
+    """Its gradient comes in two parts, and a bucket in which it is the last to come waits for the second."""
+    layout = Layout(dp=2, zero=0, recompute="selective", make_vocab_size_divisible_by=8, ddp_bucket_size=3000)
+    case = Case(LATENT, layout, 16, 1, 4, steps=1)
+    assert not faults(ranks(2, measure, case)[0], reference_of(case))
 
 
 # gated and plain MLPs, explicit probabilities in the second

@@ -161,6 +161,8 @@ class Attention(nn.Module):
     `softmax_config.py`.
     """
 
+    readers = 1  # projections that take what the norm before them gives
+
     def __init__(
         self,
         hidden: int,

@@ -40,6 +40,8 @@ class PreNormBlock(nn.Module):
     def set_recompute(self, modules: Collection[str]) -> None:
         """Selective recompute: layernorm, moe_act (the activation), core_attn (probabilities), mlp (all of it)."""
         self.recompute, self.recompute_mlp = "layernorm" in modules, "mlp" in modules
+        for p in self.attention_norm.parameters() if self.recompute else ():
+            p.writes = getattr(self.attention, "readers", 1)  # type: ignore[attr-defined]
         self.mlp.recompute = "moe_act" in modules  # type: ignore[assignment]
         self.attention.core.recompute = "core_attn" in modules
 

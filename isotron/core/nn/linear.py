@@ -53,7 +53,7 @@ class GradSink:
     The buffer is given, or opened by `provide` at the first write and let go by `close`.
     `fresh` means that the buffer holds nothing yet, so the first write replaces instead of adding. `later`, when a
     list, takes the weight-gradient work instead of doing it; `defers` says before a forward that it will be one in the
-    backward. `on_write` is called after each contribution when set.
+    backward. `on_write` is called after each contribution when set; `times` contributions make one backward.
     """
 
     def __init__(self, buffer: Tensor | None = None, provide: Callable[[], Tensor] | None = None) -> None:
@@ -62,6 +62,7 @@ class GradSink:
         self.later: list[Callable[[], None]] | None = None
         self.defers = False
         self.on_write: Callable[[GradSink], None] | None = None
+        self.times = 1
 
     @property
     def buffer(self) -> Tensor:

@@ -43,6 +43,8 @@ class LatentSizes:
 class LatentAttention(nn.Module):
     """`scale`: of the scores. `epsilon`: of the norms of latent vectors."""
 
+    readers = 2  # see `Attention`: of queries, and of keys and values
+
     def __init__(
         self, hidden: int, heads: int, sizes: LatentSizes, dropout: Dropout, scale: float, epsilon: float
     ) -> None:

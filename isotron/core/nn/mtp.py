@@ -8,6 +8,7 @@ count. Sources: Gloeckle et al. 2024; DeepSeek-AI 2024b (DeepSeek-V3), section 2
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -56,8 +57,19 @@ class Predictions(nn.ModuleList):
 
 def ahead(batch: Batch, k: int) -> tuple[Tensor, Tensor, Tensor]:
     """Tokens k + 1 places ahead, their successors, and which of those count."""
+    if batch.ahead is not None and batch.ahead_mask is not None:
+        return batch.ahead[k], batch.ahead[k + 1], batch.ahead_mask[k]
     ids, labels, mask = (t.roll(-n, 1) for t, n in ((batch.labels, k), (batch.labels, k + 1), (batch.loss_mask, k + 1)))
     mask[:, mask.shape[1] - k - 1 :] = 0
     if batch.doc_ids is not None:
         mask = mask * (batch.doc_ids.roll(-k - 1, 1) == batch.doc_ids)
     return ids, labels, mask
+
+
+def looked_ahead(rows: Batch, depths: int) -> Batch:
+    """Whole rows with what all depths are given, so that they can be cut; as they are for a model without depths."""
+    if not depths:
+        return rows
+    found = [ahead(rows, k) for k in range(depths)]
+    labels = torch.stack([*(ids for ids, _, _ in found), found[-1][1]])
+    return replace(rows, ahead=labels, ahead_mask=torch.stack([mask for _, _, mask in found]))

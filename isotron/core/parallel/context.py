@@ -24,6 +24,7 @@ from isotron.core.mesh import Group, Mesh
 from isotron.core.nn.attention import Causal
 from isotron.core.nn.decoder import Decoder
 from isotron.core.nn.dropout import Dropout
+from isotron.core.nn.mtp import looked_ahead
 from isotron.core.parallel.context_heads import Heads
 from isotron.core.parallel.context_ring import Ring
 from isotron.core.parallel.deal import sizes_of
@@ -32,15 +33,16 @@ from isotron.core.parallel.plan import Layout
 from isotron.core.rows import slots, zigzag
 
 
-def local_batch(batch: Batch, index: int, count: int) -> Batch:
-    """What rank `index` of `count` holds of a batch of whole rows."""
+def local_batch(batch: Batch, index: int, count: int, depths: int = 0) -> Batch:
+    """What rank `index` of `count` holds of a batch of whole rows. `depths`: of predictions further ahead."""
     if count == 1:
         return batch
+    batch = looked_ahead(batch, depths)
     runs = tuple(zigzag(i, count, batch.shape[1]) for i in range(count))
     here = torch.tensor(slots(runs[index]), device=batch.tokens.device)
     fields = {
-        name: getattr(batch, name).index_select(1, here)
-        for name in ("tokens", "labels", "loss_mask", "positions", "doc_ids")
+        name: getattr(batch, name).index_select(-1, here)
+        for name in ("tokens", "labels", "loss_mask", "positions", "doc_ids", "ahead", "ahead_mask")
         if getattr(batch, name) is not None
     }
     return replace(batch, **fields, part=Part(runs, batch.cuts, batch.positions))
@@ -57,12 +59,18 @@ def fill_context(module: Decoder, layout: Layout, mesh: Mesh) -> None:
     for layer in module.modules():
         if isinstance(layer, Dropout):
             layer.context = (group.index, group.size)
-    for number, block in module.layers.items():
-        kind = layout.cp_type(int(number))
+    for number, block in _blocks(module):
+        kind = layout.cp_type(number)
         for layer in list(block.modules()):
             plain = getattr(layer, "core", None)
             if isinstance(plain, Causal):
                 layer.core = context_core(plain, kind, layout, mesh)
+
+
+def _blocks(module: Decoder) -> list[tuple[int, nn.Module]]:
+    """The blocks of a stage by their numbers; those further ahead are like the last one, -1."""
+    ahead = [module.mtp] if "mtp" in module.ends else []
+    return [*((int(number), block) for number, block in module.layers.items()), *((-1, block) for block in ahead)]
 
 
 def _fill_varied(module: Decoder, layout: Layout, mesh: Mesh) -> None:
@@ -70,11 +78,11 @@ def _fill_varied(module: Decoder, layout: Layout, mesh: Mesh) -> None:
     along, index = mesh.ranks_along("cp", "dp"), mesh.group("cp", "dp").index
     starts = ((size, index // size * size) for size in sizes_of(len(along)) if size > 1)
     groups = [mesh.group_of(along[start : start + size]) for size, start in starts]
-    for number, block in module.layers.items():
+    for number, block in _blocks(module):
         for layer in list(block.modules()):
             plain = getattr(layer, "core", None)
             if isinstance(plain, Causal):
-                layer.core = Varied(plain, groups, gather=layout.cp_type(int(number)) == "allgather")
+                layer.core = Varied(plain, groups, gather=layout.cp_type(number) == "allgather")
 
 
 def context_core(plain: Causal, kind: str, layout: Layout, mesh: Mesh) -> nn.Module:

@@ -148,6 +148,7 @@ class Flat:
             self.bucket_of[id(p)] = bucket
             if bucket.trained:
                 p.grad_sink = self.sinks[name] = bucket.add_sink(at, shape)  # type: ignore[attr-defined]
+                self.sinks[name].times = getattr(p, "writes", 1)
             at += prod(shape)
         bucket.free()
 
@@ -183,13 +184,15 @@ class Flat:
     def _watch(self, bucket: Bucket) -> None:
         """Reduce when all its gradients are written; a tied one is written at both ends of a stage, and waits."""
         if not bucket.span.kind.tied:
-            bucket.waiting = {id(s) for s in bucket.sinks}
+            bucket.waiting = {id(s): s.times for s in bucket.sinks}
             for sink in bucket.sinks:
                 sink.on_write = self._on_write
 
     def _on_write(self, sink: GradSink) -> None:
         bucket = self._bucket_of_sink[id(sink)]
-        bucket.waiting.discard(id(sink))
+        left = bucket.waiting.pop(id(sink), 1) - 1
+        if left:
+            bucket.waiting[id(sink)] = left
         if not bucket.waiting and (bucket.is_open or not bucket.streams):
             self._start(bucket)
 

@@ -19,6 +19,7 @@ from isotron.core.batch import Batch, Origin, Part
 from isotron.core.mesh import Group
 from isotron.core.nn.attention import Causal
 from isotron.core.nn.context import Context
+from isotron.core.nn.mtp import looked_ahead
 from isotron.core.parallel.context_ring import Ring
 from isotron.core.parallel.deal import Costs, Piece, Share, deal, evened
 from isotron.core.rows import slots, whole, zigzag
@@ -52,11 +53,13 @@ def dealt(
     unit: int = 1,
     every: bool = False,
     in_rounds: bool = False,
+    depths: int = 0,
 ) -> list[Batch]:
     """This rank's microbatches of a global batch, given as whole rows. `unit`: what divides a rank's slots. `every`:
     documents without a label that counts too. `in_rounds`: as many microbatches on every rank, the last ones empty.
+    `depths`: of predictions further ahead.
     """
-    rows = joined_rows(batches)
+    rows = looked_ahead(joined_rows(batches), depths)
     shares = deal(documents(rows, every), ranks, most, costs)
     if in_rounds:
         shares = evened(shares, ranks)
@@ -92,7 +95,8 @@ def local_row(rows: Batch, share: Share, rank: int, unit: int) -> Batch:
     if share.size == 1:
         return replace(row, part=Part((whole(length),), row.cuts, row.positions))
     here = torch.tensor(slots(runs[rank - share.first]), device=row.tokens.device)
-    fields = {name: getattr(row, name).index_select(1, here) for name in _FIELDS}
+    names = (*_FIELDS, "ahead", "ahead_mask")
+    fields = {name: x.index_select(-1, here) for name in names if (x := getattr(row, name)) is not None}
     origin = None if row.origin is None else row.origin.at(here)
     return replace(row, **fields, doc_ids=None, part=Part(runs, row.cuts, row.positions), origin=origin)
 
@@ -102,10 +106,12 @@ def _row(rows: Batch, pieces: Sequence[Piece], multiple: int) -> Batch:
     length = sum(p.length for p in pieces)
     free = max(multiple, -(-length // multiple) * multiple) - length
     fields: dict[str, Any] = {}
-    for name in _FIELDS:
+    for name in (*_FIELDS, "ahead", "ahead_mask"):
         whole_rows = getattr(rows, name)
-        parts = [whole_rows[p.row, p.start : p.start + p.length] for p in pieces]
-        fields[name] = torch.cat([*parts, whole_rows.new_zeros(free)])[None]
+        if whole_rows is None:
+            continue
+        parts = [whole_rows[..., p.row, p.start : p.start + p.length] for p in pieces]
+        fields[name] = torch.cat([*parts, whole_rows.new_zeros((*whole_rows.shape[:-2], free))], -1).unsqueeze(-2)
     # behind one document the fill sees it and is not seen by it
     numbers = [torch.full((p.length,), i) for i, p in enumerate(pieces)]
     docs = torch.cat([*numbers, torch.full((free,), len(pieces))])[None] if len(pieces) > 1 else None

@@ -119,7 +119,7 @@ class ParallelModel:
     def local(self, batches: Sequence[Batch]) -> list[Batch]:
         """This context-parallel rank's slots of whole rows."""
         cp = self.mesh.group("cp")
-        return [b if b.part is not None else local_batch(b, cp.index, cp.size) for b in batches]
+        return [b if b.part is not None else local_batch(b, cp.index, cp.size, self._depths) for b in batches]
 
     def deal(self, batches: Sequence[Batch]) -> list[Batch]:
         """This rank's microbatches of a whole global batch, under dynamic context parallelism."""
@@ -131,7 +131,12 @@ class ParallelModel:
         every = (
             getattr(self.config, "num_experts", 0) > 0
         )  # experts count every token, also of documents without a loss
-        return dealt(batches, group.index, group.size, most, costs, unit, every, layout.in_rounds)
+        return dealt(batches, group.index, group.size, most, costs, unit, every, layout.in_rounds, self._depths)
+
+    @property
+    def _depths(self) -> int:
+        """Of predictions further ahead."""
+        return int(getattr(self.config, "mtp_num_layers", 0))
 
     def count_rows(self, batches: Sequence[Batch]) -> int:
         """Rows of the global batch of which these are this rank's microbatches."""

@@ -98,7 +98,7 @@ class Bucket:
         self.whole = torch.empty(span.stop - span.start, dtype=held.dtype, device=total.device) if self.lean else held
         self.own = held if self.lean else held[self.run]
         self.sinks: list[GradSink] = []
-        self.waiting: set[int] = set()
+        self.waiting: dict[int, int] = {}  # id of a sink -> contributions that are missing
         self.users = 0
         self.gathering: comm.Pending | None = None
         self.reducing: comm.Pending | None = None
