@@ -64,7 +64,7 @@ def case_of(choice: Choice) -> Case:
         ddp_bucket_size=3000,
         max_live_parameters=choice["live"],
         max_live_gradients=choice["live"],
-        **({**away, "offload_weights": zero == 3} if choice["offload"] else {}),
+        **({**away, "offload_weights": zero == 3, "offload_gradients": zero == 3} if choice["offload"] else {}),
     )
     frozen = FROZEN if choice["frozen"] else ()
     batch = 4 * choice["accumulation"]

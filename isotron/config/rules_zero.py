@@ -74,6 +74,20 @@ def _offload_directory(c: RunConfig, f: Facts) -> Problem:
     return Problem(asked(c, "offload_dir"), "there is no such directory", "--offload-dir .")
 
 
+def _offload_gradients(c: RunConfig, f: Facts) -> Problem:
+    case = "gradients live on the host where they are sharded (zero 2 and 3) and stepped there, all of them and by a "
+    case += "rule that takes every element alone"
+    leaves = ("offload_gradients", "zero", "optimizer_cpu_offload", "optimizer_offload_fraction", "optimizer")
+    fix = "--zero 2 --optimizer-cpu-offload true --optimizer-offload-fraction 1.0 --optimizer adamw"
+    return Problem(asked(c, *leaves), case, fix)
+
+
+def _steps_alone(c: RunConfig) -> bool:
+    """Whether no rule works on whole matrices."""
+    words = (c.optim.optimizer, *(g.rpartition("optimizer=")[2] for g in c.optim.param_groups))
+    return not any(word.startswith(("muon", "adafactor")) for word in words)
+
+
 def _offload_weights(c: RunConfig, f: Facts) -> Problem:
     case = "weights live on the host where they are sharded (zero 3) and stepped there, all of them"
     leaves = ("offload_weights", "zero", "optimizer_cpu_offload", "optimizer_offload_fraction")
@@ -106,6 +120,10 @@ ZERO_RULES: tuple[Rule, ...] = (
     Rule("a directory to offload to", ("offload_dir", "optimizer_cpu_offload", "cpu_offloading"),
          lambda c, f: bool(c.layout.offload_dir) and _offloads(c) and not f.exists(c.layout.offload_dir),
          _offload_directory),
+    Rule("gradients that can be offloaded", ("offload_gradients", "zero", "optimizer_cpu_offload",
+                                             "optimizer_offload_fraction", "optimizer", "param_groups"),
+         lambda c, f: c.layout.offload_gradients and not (c.layout.zero_stage >= 2 and c.layout.offload.fraction == 1
+                                                          and _steps_alone(c)), _offload_gradients),
     Rule("weights that can be offloaded", ("offload_weights", "zero", "optimizer_cpu_offload",
                                            "optimizer_offload_fraction"),
          lambda c, f: c.layout.offload_weights and not (c.layout.zero_stage == 3 and c.layout.offload.fraction == 1),

@@ -68,9 +68,10 @@ def _states(job: Job, parts: Sequence[StagePart], dp_rank: int) -> Bytes:
     weights = sum(p.elements if zero < 3 else p.run(*runs) for p in parts)
     gradients = sum(p.trained if zero < 2 else p.run(*runs, trained=True) for p in parts)
     lean = sum(p.run(*runs, lean=True) for p in parts) if layout.offload.weights and zero == 3 else 0
+    away = sum(p.run(*runs, lean=True, trained=True) for p in parts) if layout.offload.gradients and zero >= 2 else 0
     kept = states_of(job, parts, runs)
-    sizes = ((weights - lean) * job.element, gradients * job.gradient, kept.masters, kept.moments)
-    return Bytes(*sizes, host=lean * job.element + kept.host)
+    sizes = ((weights - lean) * job.element, (gradients - away) * job.gradient, kept.masters, kept.moments)
+    return Bytes(*sizes, host=lean * job.element + away * job.gradient + kept.host)
 
 
 def _runs(layout: Layout, dp_rank: int) -> tuple[int, int]:

@@ -126,6 +126,9 @@ BOTH_SIDES: dict[str, tuple[str, str, dict]] = {
                            "--optimizer-cpu-offload --offload-dir . --offload-dir-for state", {}),
     "a directory to offload to": ("--optimizer-cpu-offload --offload-dir gone",
                                   "--optimizer-cpu-offload --offload-dir .", {}),
+    "gradients that can be offloaded": (
+        "--dp 2 --zero 2 --offload-gradients --optimizer-cpu-offload --optimizer muon",
+        "--dp 2 --zero 2 --offload-gradients --optimizer-cpu-offload", {}),
     "weights that can be offloaded": ("--dp 2 --zero 3 --offload-weights",
                                       "--dp 2 --zero 3 --offload-weights --optimizer-cpu-offload", {}),
     "shards to be spread": ("--dp 4 --zero 0 --zero-shard-size 2", "--dp 4 --zero 2 --zero-shard-size 2", {}),

@@ -19,8 +19,9 @@ def global_norm(views: Sequence[View], world: Group, scale: float = 1.0, device:
 
     `device`: of the model, for a rank that has no views.
     """
-    total = torch.zeros((), dtype=torch.float64, device=views[0].grad.device if views else device)
-    parts = [sum_of_squares(grad) for view in views if view.counts for _, grad in view.pieces(view.grad)]
+    there = views[0].grad.device if views and device is None else device
+    total = torch.zeros((), dtype=torch.float64, device=there)
+    parts = [sum_of_squares(grad).to(there) for view in views if view.counts for _, grad in view.pieces(view.grad)]
     total = torch.stack(parts).sum() if parts else total
     return float(comm.all_reduce(total, world).sqrt()) / scale
 

@@ -63,17 +63,19 @@ class Courier:
         self._turn = 0
 
     def send(self, views: Sequence[View]) -> Arrived:
-        """Begin to copy the gradients, and those weights that have no master of their own."""
+        """Begin to copy the gradients that are not there, and those weights that have no master of their own."""
         dtype = views[0].wide
         without = [not v.hosted and v.weight.dtype == dtype for v in views]
-        sizes = [s for v, w in zip(views, without, strict=True) for s in ((v.box.size,) * (2 if w else 1))]
+        counts = [int(w) + int(not v.hosted_grad) for v, w in zip(views, without, strict=True)]
+        sizes = [v.box.size for v, count in zip(views, counts, strict=True) for _ in range(count)]
         places = list(self._room(sum(sizes), dtype).split(sizes))
         grads, weights = [], list[Tensor | None]()
         pairs = []
         for view, alone in zip(views, without, strict=True):
-            grads.append(places.pop(0))
+            grads.append(view.grad if view.hosted_grad else places.pop(0))
             weights.append(places.pop(0) if alone else None)
-            pairs.append((grads[-1], view.grad))
+            if not view.hosted_grad:
+                pairs.append((grads[-1], view.grad))
             if weights[-1] is not None:
                 pairs.append((weights[-1], view.weight))
         return Arrived(grads, weights, devices.start_copies(pairs, self._device))

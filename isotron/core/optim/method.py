@@ -52,7 +52,11 @@ class Todo:
 
     def alike(self) -> Iterator[Todo]:
         """The same in parts of one learning rate and weight decay each."""
-        for rate in dict.fromkeys(zip(self.lrs, self.decays, strict=True)):
+        rates = dict.fromkeys(zip(self.lrs, self.decays, strict=True))
+        if len(rates) == 1:
+            yield self
+            return
+        for rate in rates:
             at = [i for i, r in enumerate(zip(self.lrs, self.decays, strict=True)) if r == rate]
             yield Todo(
                 [self.views[i] for i in at],

@@ -67,14 +67,17 @@ class Optimizer:
         shapes = {v.placed.name: v.placed.rule.shape for v in views}
         self.settings = settle(shapes, cfg, whole=False) if settings is None else settings
         self.cfg, self.updates = cfg, 0
+        where = like if like is not None else views[0].grad if views else torch.empty(0)
+        self._device = where.device  # of the work; gradients may be on the host
         self.views = [v for v in views if not self.settings[v.placed.name].frozen]
         self.own_masters = not all(v.weight.dtype == v.wide for v in self.views)
         self._of = self._by_method()
         self.methods = {name: self._method(name, neighbours, like) for name in self._of}
         self._groups = self._host_groups(offload or Offload())
         self._hosted = {i: group.home for groups in self._groups.values() for group in groups for i in group.places}
-        self._courier = Courier(self.views[0].grad.device) if self._hosted else None
+        self._courier = Courier(self._device) if self._hosted else None
         self.states = [self._new_states(i, v) for i, v in enumerate(self.views)]
+        self._here = {name: self._parts([i for i in of if i not in self._hosted]) for name, of in self._of.items()}
 
     def _host_groups(self, offload: Offload) -> dict[str, list[HostGroup]]:
         """Rule -> groups of what is kept on the host, and stepped there but for a rule that works on whole matrices."""
@@ -90,9 +93,8 @@ class Optimizer:
             kinds = 1 + len(self.methods[self.settings[self.views[i].placed.name].optimizer].states)
             return kinds * (sizes[i] * (self.views[i].wide.itemsize + 1) + 2 * ALIGN)
 
-        device = self.views[0].grad.device if self.views else torch.device("cpu")
         found = {name: [i for i in places if i < count] for name, places in self._of.items()}
-        return {name: grouped(chosen, sizes, needs, offload.directory, device) for name, chosen in found.items()}
+        return {name: grouped(chosen, sizes, needs, offload.directory, self._device) for name, chosen in found.items()}
 
     def _by_method(self) -> dict[str, list[int]]:
         """Rule -> places of its views, in one order on every rank; rules that only other ranks need are there too."""
@@ -141,10 +143,9 @@ class Optimizer:
             if method.together:
                 self._step_together(groups, self._of[name], method, lr, weight_decay, gradient_factor)
                 continue
-            here = [i for i in self._of[name] if i not in self._hosted]
-            for part in self._parts(here):
+            for part in self._here[name]:
                 self._update(part, method, lr, weight_decay, gradient_factor)
-            self._round(here)
+            self._round([i for part in self._here[name] for i in part])
             self._step_on_host(groups, method, lr, weight_decay, gradient_factor)
         self.updates += 1
 
@@ -194,7 +195,7 @@ class Optimizer:
         """`arrived`: gradients, and weights that are their own masters, on the host."""
         views, settings = [self.views[i] for i in chosen], [self.settings[self.views[i].placed.name] for i in chosen]
         opened = [{name: k.read() for name, k in self.states[i].items()} for i in chosen]
-        if arrived is None:  # what is kept on the host comes to its gradient
+        if arrived is None and self._hosted:  # what is kept on the host comes to its gradient
             opened = [{n: t.to(v.grad.device) for n, t in o.items()} for v, o in zip(views, opened, strict=True)]
         for tensors, weight in () if arrived is None else zip(opened, arrived.weights, strict=True):
             tensors["master"] = tensors["master"] if weight is None else weight
@@ -202,7 +203,7 @@ class Optimizer:
             Todo(
                 views,
                 [o["master"] for o in opened],
-                [v.grad.to(v.wide) for v in views] if arrived is None else arrived.grads,
+                _widened(views, opened) if arrived is None else arrived.grads,
                 {name: [o[name] for o in opened] for name in method.states},
                 [lr * s.lr_mult for s in settings],
                 [weight_decay * _decay(v, s) for v, s in zip(views, settings, strict=True)],
@@ -210,6 +211,8 @@ class Optimizer:
                 self.updates,
             )
         )
+        if arrived is None and not self._hosted and all(k.direct for i in chosen for k in self.states[i].values()):
+            return  # stepped where it is kept
         for i, tensors in zip(chosen, opened, strict=True):
             for name, wide in tensors.items():
                 self.states[i][name].write(wide, self.updates)
@@ -256,6 +259,12 @@ class Optimizer:
             return own
         found = {id(s.kept): s for m in self.methods.values() for s in m.shared()}.values()
         return own + sum(s.kept.nbytes() for s in found if not kinds or s.name.split("/")[0] in kinds)
+
+
+def _widened(views: Sequence[View], opened: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
+    """Gradients in the type of masters."""
+    pairs = zip(views, opened, strict=True)
+    return [v.grad if v.grad.dtype == o["master"].dtype else v.grad.to(o["master"].dtype) for v, o in pairs]
 
 
 def _decay(view: View, settings: Settings) -> float:

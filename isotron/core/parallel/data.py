@@ -37,7 +37,8 @@ class View:
     """Rows of one parameter that this rank holds: flat views of weights and gradients, and the rows' local box.
 
     `trained`: False for frozen parameters, whose `grad` is empty. `counts`: whether this rank answers for the rows
-    among the data-parallel ranks that step the same ones. `hosted`: the weights live in host memory.
+    among the data-parallel ranks that step the same ones. `hosted`: the weights live in host memory. `hosted_grad`: the
+    gradients do.
     """
 
     placed: Placed
@@ -47,6 +48,7 @@ class View:
     trained: bool = True
     counts: bool = True
     hosted: bool = False
+    hosted_grad: bool = False
 
     @property
     def wide(self) -> torch.dtype:
@@ -92,7 +94,7 @@ class Flat:
         ties: Mapping[str, Group],
     ) -> None:
         self.plan, self.placed, self.ties, self._partial = plan, placed, dict(ties), partial
-        self._parameters = parameters
+        self._parameters, self.device = parameters, device
         self._disk: Disk | None = None
         self._shapes = {name: p.shard.shape for name, p in placed.items()}
         kinds = {name: plan.classes.of(name, p) for name, p in placed.items()}
@@ -101,13 +103,12 @@ class Flat:
         sums = [plan.held(s, plan.keeps_gradients(s)) for s in trained] + [(0, 0)] * (len(spans) - len(trained))
         kept = plan.sums if plan.sums is not None and dtype.itemsize < 4 else torch.promote_types(dtype, torch.float32)
         weights = self._allocate(spans, dtype, device)
-        self.grads = torch.zeros(sum(b - a for a, b in sums), dtype=kept, device=device)
-        totals = self.grads.split([b - a for a, b in sums])
+        totals = self._make_sums(spans, [b - a for a, b in sums], kept, device)
         self.buckets: list[Bucket] = []
         self.sinks: dict[str, GradSink] = {}
         self.bucket_of: dict[int, Bucket] = {}  # by id of the parameter
         for span, held, total in zip(spans, weights, totals, strict=True):
-            self.buckets.append(Bucket(span, plan, held, total, self._disk if self._is_away(span) else None))
+            self.buckets.append(Bucket(span, plan, held, total, device, self._disk if self._is_away(span) else None))
             self._adopt(self.buckets[-1])  # one at a time: until then the memory of the whole bucket is there
         self._bucket_of_sink = {id(s): b for b in self.buckets for s in b.sinks}
         self._flying: deque[comm.Pending] = deque()
@@ -135,6 +136,18 @@ class Flat:
             found.append((self.hosted if far else self.weights)[used[far] : used[far] + b - a])
             used[far] += b - a
         return found
+
+    def _make_sums(
+        self, spans: Sequence[Span], sizes: Sequence[int], dtype: torch.dtype, device: torch.device
+    ) -> list[Tensor]:
+        """Memory for the gradients that stay of each bucket: in `grads` on the device, or in `hosted_grads`."""
+        far = [self.plan.hosted_sums and not self.plan.keeps_gradients(s) for s in spans]
+        here = [0 if away else size for size, away in zip(sizes, far, strict=True)]
+        there = [size if away else 0 for size, away in zip(sizes, far, strict=True)]
+        self.grads = torch.zeros(sum(here), dtype=dtype, device=device)
+        self.hosted_grads = devices.host_zeros((sum(there),), dtype, device)
+        both = zip(self.grads.split(here), self.hosted_grads.split(there), far, strict=True)
+        return [host if away else own for own, host, away in both]
 
     def _is_away(self, span: Span) -> bool:
         return self.plan.hosted and not self.plan.keeps_weights(span)
@@ -254,7 +267,7 @@ class Flat:
     def sum_tie(self, name: str) -> None:
         """Sum the gradient of a parameter over the stages that hold it; all of them call it."""
         for _, grad in self._grads_of(name):
-            comm.all_reduce(grad, self.ties[name])
+            grad.copy_(comm.all_reduce(grad.to(self.device), self.ties[name]))
 
     def _sum_partial(self) -> None:
         for replicas in sorted({count for _, _, count in self._partial.pieces}):
@@ -265,7 +278,7 @@ class Flat:
                     if common is not None:
                         views.append(grad[common.relative_to(rows).slices()])
             if views and self._partial.group is not None:
-                flat = torch.cat([v.reshape(-1) for v in views])
+                flat = torch.cat([v.reshape(-1) for v in views]).to(self.device)
                 comm.all_reduce(flat, self._partial.group(replicas))
                 for view, total in zip(views, flat.split([v.numel() for v in views]), strict=True):
                     view.copy_(total.view(view.shape))
@@ -299,8 +312,9 @@ class Flat:
         for name, box in rows_between(bucket.span, self._shapes, *run):
             weight = _part(bucket.own if bucket.lean else bucket.whole, at, box.size, bucket.run.start * bucket.lean)
             grad = _part(bucket.total, at, box.size, bucket.run.start * bucket.streams)
-            first = bucket.copies.index == 0
-            yield name, View(self.placed[name], box, weight, grad, bucket.trained, first, bucket.hosted)
+            trained, first = bucket.trained, bucket.copies.index == 0
+            away = bucket.hosted, bucket.hosted_sums
+            yield name, View(self.placed[name], box, weight, grad, trained, first, *away)
             at += box.size
 
     def start_gather(self, overlap: bool) -> None:

@@ -10,13 +10,14 @@ from dataclasses import dataclass
 class Offload:
     """fraction: of the elements that this rank steps, whose masters and moments live on the host and are stepped there.
     directory: of files for them, empty for host memory. weights: under ZeRO-3, the own run lives in host memory too, or
-    in files of `weights_directory`.
+    in files of `weights_directory`. gradients: sums that are not kept whole (ZeRO-2 and 3) live in host memory.
     """
 
     fraction: float = 0.0
     directory: str = ""
     weights: bool = False
     weights_directory: str = ""
+    gradients: bool = False
 
 
 def hosted(sizes: Sequence[int], fraction: float) -> int:

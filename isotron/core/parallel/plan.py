@@ -179,6 +179,9 @@ class Layout:
     )
     optimizer_cpu_offload: bool = option(False, "masters and moments live in host memory and are stepped there")
     optimizer_offload_fraction: float = option(1.0, "share of the elements for which optimizer_cpu_offload does so")
+    offload_gradients: bool = option(
+        False, "under zero 2 and 3, sums of gradients live in host memory, where the optimizer steps"
+    )
     offload_weights: bool = option(False, "under zero 3, the own shards of weights live in host memory")
     offload_dir: str = option(
         "", "directory on a local disk for files of what is offloaded, instead of host memory; empty means memory"
@@ -193,7 +196,7 @@ class Layout:
         """What lives on the host."""
         fraction = self.optimizer_offload_fraction if self.optimizer_cpu_offload else 0.0
         state, weights = (self.files_for(what) for what in ("state", "weights"))
-        return Offload(fraction, state, self.offload_weights, weights)
+        return Offload(fraction, state, self.offload_weights, weights, self.offload_gradients)
 
     def files_for(self, what: str) -> str:
         """The directory for files of `state`, `weights` or `activations`, if there is one."""

@@ -49,7 +49,8 @@ class Sharding:
     """What is sharded, over whom. `groups`: class of parameters -> its ranks. `transport`: the type in which gradients
     travel, None for that of their sums. `overlap`: at most two buckets of gradients are under way, else one at a time.
     `hosted`: own runs of weights that are not kept whole live in host memory, or in a file of the directory `files`.
-    `sums`: the type in which gradients of 16-bit weights add up, None for float32.
+    `sums`: the type in which gradients of 16-bit weights add up, None for float32. `hosted_sums`: sums of gradients
+    that are not kept whole live in host memory.
     """
 
     zero: int
@@ -61,6 +62,7 @@ class Sharding:
     hosted: bool = False
     sums: torch.dtype | None = None
     files: str = ""
+    hosted_sums: bool = False
 
     @property
     def ways(self) -> dict[str, int]:
@@ -86,16 +88,18 @@ class Bucket:
     are in.
     """
 
-    def __init__(self, span: Span, plan: Sharding, held: Tensor, total: Tensor, disk: Disk | None = None) -> None:
-        self.span, self.plan, self.total, self.disk = span, plan, total, disk
+    def __init__(
+        self, span: Span, plan: Sharding, held: Tensor, total: Tensor, device: torch.device, disk: Disk | None = None
+    ) -> None:
+        self.span, self.plan, self.total, self.device, self.disk = span, plan, total, device, disk
         self.start, self.stop = span.start, span.stop
         self.shard, self.copies = plan.groups[span.kind.group].shard, plan.groups[span.kind.group].copies
         self.cuts = [c - span.start for c in span.cuts]
         self.lean, self.streams = not plan.keeps_weights(span), not plan.keeps_gradients(span)
         self.run = slice(self.cuts[self.shard.index], self.cuts[self.shard.index + 1])
         self.hosted = self.lean and plan.hosted
-        # gradients are where the work is, also while the own weights are on the host
-        self.whole = torch.empty(span.stop - span.start, dtype=held.dtype, device=total.device) if self.lean else held
+        self.hosted_sums = self.streams and plan.hosted_sums
+        self.whole = torch.empty(span.stop - span.start, dtype=held.dtype, device=device) if self.lean else held
         self.own = held if self.lean else held[self.run]
         self.sinks: list[GradSink] = []
         self.waiting: dict[int, int] = {}  # id of a sink -> contributions that are missing
@@ -174,7 +178,7 @@ class Bucket:
 
     def _opened(self) -> Tensor:
         if self._open is None:
-            self._open = self.total.new_empty(self.stop - self.start)
+            self._open = torch.empty(self.stop - self.start, dtype=self.total.dtype, device=self.device)
         return self._open
 
     def begin(self) -> None:
@@ -199,12 +203,24 @@ class Bucket:
 
     def sum_shards(self, full: Tensor, add: bool) -> comm.Pending:
         """The own run of the sum over the shard group, into `own_total` or added to it."""
-        return comm.start_reduce_flat(self._narrow(full, self.shard), self.cuts, self.shard, self.own_total, add)
+        narrow = self._narrow(full, self.shard)
+        if not self.hosted_sums:
+            return comm.start_reduce_flat(narrow, self.cuts, self.shard, self.own_total, add)
+        found = torch.empty(len(self.total), dtype=self.total.dtype, device=self.device)
+        pending = comm.start_reduce_flat(narrow, self.cuts, self.shard, found)
+
+        def away() -> Tensor:
+            here = pending.wait().to(self.total.device)
+            return self.total.add_(here) if add else self.total.copy_(here)
+
+        return comm.Pending((), away)
 
     def sum_copies(self) -> comm.Pending:
         """The own run summed over those that hold the same run."""
         total = self.own_total
-        narrow = self._narrow(total, self.copies)
+        if self.copies.size == 1:
+            return comm.done(total)
+        narrow = self._narrow(total, self.copies).to(self.device)
         pending = comm.start_all_reduce(narrow, self.copies)
         return pending if narrow is total else comm.Pending((), lambda: total.copy_(pending.wait()))
 

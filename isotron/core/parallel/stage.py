@@ -186,7 +186,8 @@ def sharding_of(layout: Layout, mesh: Mesh, held: Holders, frozen: tuple[str, ..
     offload = layout.offload
     hosted, files = offload.weights, offload.weights_directory
     sums = None if layout.main_grads_dtype == "auto" else devices.dtype_of(layout.main_grads_dtype)
-    return Sharding(layout.zero_stage, groups, layout.ddp_bucket_size, classes, overlap, transport, hosted, sums, files)
+    return Sharding(layout.zero_stage, groups, layout.ddp_bucket_size, classes, overlap, transport, hosted, sums,
+                    files, offload.gradients)  # fmt: skip
 
 
 def units_of(module: Decoder, layout: Layout, flats: list[Flat]) -> Units:
