@@ -88,8 +88,11 @@ def test_one_process_of_every_family(name: str, dtype: str) -> None:
         ("llama-tiny", "bfloat16", {"dp": 4, "zero": 2, "zero_shard_size": 2, "main_grads_dtype": "bfloat16"}),
         ("qwen3-tiny", "bfloat16", {"dp": 4, "zero": 3, "zero_shard_size": 2}),
         ("gpt-tiny", "bfloat16", {"dp": 2, "optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.3}),
-        ("llama-tiny", "bfloat16", {"dp": 2, "zero": 3, "optimizer_cpu_offload": True, "offload_weights": True,
-                                     "offload_gradients": True}),
+        (
+            "llama-tiny",
+            "bfloat16",
+            {"dp": 2, "zero": 3, "optimizer_cpu_offload": True, "offload_weights": True, "offload_gradients": True},
+        ),
         ("gpt-tiny", "float16", {"pp": 2, "dp": 2, "schedule": "zbv"}),  # both ends on one rank
         ("qwen3-tiny", "bfloat16", {"tp": 2, "dp": 2, "sequence_parallel": True}),
         ("neox-tiny", "bfloat16", {"pp": 2, "vpp": 2, "dp": 2}),
