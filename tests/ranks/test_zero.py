@@ -225,6 +225,13 @@ def test_open_gradients_are_those_of_the_table(
     assert all(often >= some >= once and often > once for often, some, once in zip(*before, strict=True))
 
 
+@pytest.mark.parametrize("zero", [2, 3])
+def test_gradients_that_wait_in_interleaved_stages(ranks: Callable[..., list[Any]], zero: int) -> None:
+    case = small(zero, pp=2, vpp=2, max_live_gradients=20_000, max_live_parameters=20_000 * (zero == 3))
+    found = ranks(4, measure, case)[0]
+    assert not faults(found, reference_of(case)) and not found.differing
+
+
 def test_a_table_of_ones_own_says_when_gradients_are_summed(ranks: Callable[..., list[Any]]) -> None:
     table = Path(__file__).parents[1] / "fixtures" / "sums_chosen.csv"
     case = small(2, pp=2, schedule=str(table))
