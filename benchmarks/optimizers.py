@@ -3,8 +3,8 @@
     python benchmarks/optimizers.py [--threads 1] [--rounds 15] [--elements 50000000] [--rules adamw sgd lion] [--json]
 
 `many`: 290 tensors, the matrices, biases and gains of 24 blocks. `flat`: one tensor. torch has no Lion: ours stands
-beside its SGD with momentum, which reads and writes as much. Each round runs every contender once; the ratio is that of
-medians. Numbers are compared after the first rounds, where both know the rule.
+beside its SGD with momentum, which reads and writes as much. Each round runs every contender once, in every order in
+turn; the ratio is that of medians. Numbers are compared after the first rounds, where both know the rule.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from itertools import permutations
 
 import torch
 from torch import Tensor
@@ -68,8 +69,10 @@ def compared(rule: str, kind: str, elements: int, rounds: int) -> dict[str, floa
         step = ours(rule, weights, grads) if name == "ours" else theirs(rule, name, weights, grads)
         made[name] = step, weights
     times: dict[str, list[float]] = {name: [] for name in made}
+    orders = list(permutations(made))  # what ran before matters: everyone follows everyone
     for number in range(rounds + 2):
-        for name, (step, _) in made.items():
+        for name in orders[number % len(orders)]:
+            step = made[name][0]
             began = time.perf_counter()
             step()
             if number >= 2:
