@@ -70,10 +70,6 @@ def run(words: Sequence[str]) -> int:
         raise Refused(loaded.problems)
     if flags["gpus"] < 0:
         raise refuse(f"--gpus {flags['gpus']}", "devices are counted from 1; 0 means those of the layout", "--gpus 8")
-    if two_streams(loaded.config):
-        case = f"the time of family {loaded.config.model.family}, an encoder and a decoder, is not modelled"
-        fix = "isotron train --dry-run with the same options: every byte that a rank keeps and sends, counted"
-        raise refuse("isotron plan with two streams", case, fix)
     origins = ("flag", loaded.flags["config"].value if "config" in loaded.flags else "flag")
     if flags["calibrate"]:
         from isotron.commands import calibrate
@@ -90,7 +86,9 @@ def run(words: Sequence[str]) -> int:
     limit = flags["memory_limit"] * GIB or report.default_limit(place)
     tokens = flags["tokens"] * 1e9 or (MILESTONES[name][5] * 1e9 if name in MILESTONES else 0.0)
     shape = MILESTONES[name][0] if name in MILESTONES else config.model
-    if given.intersection(SEARCHED):
+    if two_streams(config):
+        facts = _without_time(config, flags, place, limit, bool(given.intersection(SEARCHED)))
+    elif given.intersection(SEARCHED):
         facts = _one(config, shape, flags, place, limit, tokens)
     else:
         facts = _search(config, shape, flags, place, limit, tokens)
@@ -174,6 +172,24 @@ def _one(
     facts = report.layout_facts(job, place, limit, tokens)
     lines = [*report.layout_lines(facts), *_written(flags, config, job), *_drawn(flags, facts, job, place)]
     return {**facts, "lines": [*chosen, *lines]}
+
+
+def _without_time(
+    config: RunConfig, flags: Mapping[str, Any], place: Place, limit: float, laid_out: bool
+) -> dict[str, Any]:
+    """The bytes of a given layout of an encoder and a decoder, whose seconds are not modelled."""
+    asked = [f"--{name} {flags[name]}" for name in ("scaling", "html", "out", "tokens") if flags[name]]
+    if asked or not laid_out:
+        case = f"the time of family {config.model.family}, an encoder and a decoder, is not modelled, its bytes are"
+        fix = "a layout such as --tp 2 --pp 2 --dp 2; isotron train --dry-run counts what its ranks send"
+        raise refuse(f"isotron plan {' '.join(asked)}".rstrip() + f" with family {config.model.family}", case, fix)
+    problems = check(config, None, 0, config.model.vocab_size, UNUSED)
+    if problems:
+        raise Refused(problems)
+    job = Job.of(finish(config))
+    facts = report.size_facts(job, place, limit)
+    warned = [f"warning: {text}" for text in facts["warnings"]]
+    return {**facts, "lines": [*report.size_lines(facts), *warned, "seconds: not modelled for two streams"]}
 
 
 def _with_positions(shape: Any, config: RunConfig) -> Any:

@@ -22,11 +22,26 @@ DAY = 86400.0
 
 def layout_facts(job: Job, place: Place, limit: float, tokens: float) -> dict[str, Any]:
     """Everything about one layout; `tokens` of the whole run, 0 if unknown."""
+    facts, seconds = size_facts(job, place, limit), step_seconds(job, place, exact=True)
+    step = seconds.total
+    facts |= {
+        "time": {"step": step, "kinds": asdict(seconds), "bubble": seconds.bubble / step},
+        "tokens_per_s": job.step_tokens / step,
+        "utilisation": utilisation(job, step, place.device.peak(FORMS[place.form])),
+        "warnings": warnings(job, place.device.node, seconds.bubble / step),
+    }
+    if tokens:
+        facts["run"] = run_facts(job, step, tokens)
+    if not facts["memory"]["fits"]:
+        facts["remedies"] = [_row(c, text) for text, c in remedies(job, place, limit)]
+    return facts
+
+
+def size_facts(job: Job, place: Place, limit: float) -> dict[str, Any]:
+    """What of one layout has nothing to do with time."""
     memory = plan_memory(job, place.device.context)
     rank, most = fullest(memory)
-    seconds = step_seconds(job, place, exact=True)
-    step = seconds.total
-    facts = {
+    return {
         "layout": describe(job.layout),
         "micro_batch_size": job.micro_batch,
         "global_batch_size": job.global_batch,
@@ -42,16 +57,8 @@ def layout_facts(job: Job, place: Place, limit: float, tokens: float) -> dict[st
             "fullest_rank": rank,
             "ranks": [{**{k: getattr(b, k) for k in KINDS}, "total": b.total, "host": b.host} for b in memory],
         },
-        "time": {"step": step, "kinds": asdict(seconds), "bubble": seconds.bubble / step},
-        "tokens_per_s": job.step_tokens / step,
-        "utilisation": utilisation(job, step, place.device.peak(FORMS[place.form])),
-        "warnings": warnings(job, place.device.node, seconds.bubble / step),
+        "warnings": warnings(job, place.device.node),
     }
-    if tokens:
-        facts["run"] = run_facts(job, step, tokens)
-    if most.total > limit:
-        facts["remedies"] = [_row(c, text) for text, c in remedies(job, place, limit)]
-    return facts
 
 
 def run_facts(job: Job, step: float, tokens: float) -> dict[str, float]:
@@ -98,20 +105,7 @@ def _gib(n: float) -> str:
 
 def layout_lines(f: Mapping[str, Any]) -> list[str]:
     """One layout for a terminal."""
-    lay, memory, time = f["layout"], f["memory"], f["time"]
-    lines = [
-        f"{f['parameters'] / 1e9:.2f} billion parameters on {f['devices']} x {f['device']}, "
-        f"efficiencies of {f['stack']}",
-        "  ".join(f"{k} {v}" for k, v in lay.items()),
-        f"microbatch {f['micro_batch_size']} x {f['seq_length']} tokens, {f['microbatches']} microbatches, "
-        f"{f['global_batch_size']} sequences per step",
-        "",
-        *memory_lines(memory, lay["pp"]),
-        "",
-        *time_lines(time),
-        "",
-        f"{f['tokens_per_s']:,.0f} tokens/s",
-    ]
+    lines = [*size_lines(f), "", *time_lines(f["time"]), "", f"{f['tokens_per_s']:,.0f} tokens/s"]
     for name, u in f["utilisation"].items():
         lines.append(f"  {name:<16} {u['tflops']:8.1f} TFLOP/s per device  {u['of_peak']:6.1%} of the peak")
     if "run" in f:
@@ -120,6 +114,20 @@ def layout_lines(f: Mapping[str, Any]) -> list[str]:
                      f"{r['device_hours']:,.0f} device-hours")  # fmt: skip
     lines += [f"warning: {w}" for w in f["warnings"]]
     return lines + remedy_lines(f)
+
+
+def size_lines(f: Mapping[str, Any]) -> list[str]:
+    """What of a layout has nothing to do with time."""
+    lay = f["layout"]
+    return [
+        f"{f['parameters'] / 1e9:.2f} billion parameters on {f['devices']} x {f['device']}, "
+        f"efficiencies of {f['stack']}",
+        "  ".join(f"{k} {v}" for k, v in lay.items()),
+        f"microbatch {f['micro_batch_size']} x {f['seq_length']} tokens, {f['microbatches']} microbatches, "
+        f"{f['global_batch_size']} sequences per step",
+        "",
+        *memory_lines(f["memory"], lay["pp"]),
+    ]
 
 
 def memory_lines(memory: Mapping[str, Any], ranks: int) -> list[str]:

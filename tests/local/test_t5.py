@@ -171,6 +171,9 @@ def test_commands_convert_it_and_say_what_they_do_not(tmp_path: Path, capsys: py
     assert main(["compare", str(ours), str(back)]) == 2 and "two streams of tokens" in capsys.readouterr().err
     assert main(["convert", str(ours), str(tmp_path / "m"), "--to", "megatron"]) == 2
     assert main(["plan", "--model", "t5-base", "--gpus", "8"]) == 2 and "is not modelled" in capsys.readouterr().err
+    assert main(["plan", "--model", "t5-base", "--tp", "2", "--pp", "2", "--dp", "2", "--json"]) == 0
+    planned = json.loads(capsys.readouterr().out)
+    assert 222e6 < planned["parameters"] < 224e6 and planned["memory"]["fits"] and "time" not in planned
     capsys.readouterr()
     few = ["--mock-data", "--train-iters", "2", "--seq-length", "64", "--decoder-seq-length", "16", "--eval-iters", "1"]
     assert main(["train", "--load", str(ours), *few, "--save", str(tmp_path / "run"), "--device", "cpu"]) == 0
