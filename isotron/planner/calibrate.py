@@ -1,8 +1,9 @@
 """Fitting the numbers of `efficiency.py` on a part of the published runs, and the error on the rest. PURE.
 
 Runs fall into groups of one model at one scale; a third of each source's groups is held out. Within a stack the numbers
-are shared by all devices and formats, except the share of the peak. `python -m isotron.planner.calibrate` fits and
-writes `data/efficiency.json`; a test holds the errors.
+are shared by all devices and formats, except the share of the peak. How strongly they are held to their starting values
+is chosen per stack by cross-validation over the groups that are not held out: few runs need a strong hold, or they are
+learned by heart. `python -m isotron.planner.calibrate` fits and writes `data/efficiency.json`; a test holds the errors.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from isotron.planner.published import Case, by_source, cases
 from isotron.planner.time import step_seconds
 
 OWN = ("matmul", "attention")  # the first per device and format, the second per device
-PRIOR = 0.03  # weight of staying near the starting values, as parts of the ranges, against mean absolute log errors
+# weights of staying near the starting values, as parts of the ranges, against mean absolute log errors
+PRIORS = (0.03, 0.1, 0.3, 1.0)
+FOLDS = 4
 ROUNDS = 16
 
 
@@ -29,9 +32,13 @@ def split(found: Sequence[Case]) -> tuple[list[Case], list[Case]]:
     """(calibration, held out): every third group of each source, in an order that only names decide."""
     held = set()
     for _, own in by_source(list(found)):
-        groups = sorted({c.group for c in own}, key=lambda g: crc32(g.encode()))
-        held |= set(groups[1::3])
+        held |= set(_shuffled(own)[1::3])
     return [c for c in found if c.group not in held], [c for c in found if c.group in held]
+
+
+def _shuffled(own: Sequence[Case]) -> list[str]:
+    """The groups of some runs, in an order that only names decide."""
+    return sorted({c.group for c in own}, key=lambda g: crc32(g.encode()))
 
 
 def ratio(case: Case, stack: Stack) -> float:
@@ -43,7 +50,22 @@ def _keys(own: Sequence[Case]) -> list[str]:
     return sorted({f"{c.device.name}/{c.form}" for c in own})
 
 
-def fit(stack: Stack, own: Sequence[Case], rounds: int = ROUNDS) -> Stack:
+def chosen_prior(stack: Stack, own: Sequence[Case], rounds: int = ROUNDS) -> float:
+    """The weight with the smallest mean error on groups that are left out in turn."""
+    groups = _shuffled(own)
+    folds = [set(groups[i::FOLDS]) for i in range(min(FOLDS, len(groups)))]
+
+    def error(prior: float) -> float:
+        found = []
+        for out in folds:
+            made = fit(stack, [c for c in own if c.group not in out], prior, rounds)
+            found += [abs(ratio(c, made) - 1) for c in own if c.group in out]
+        return sum(found) / len(found)
+
+    return PRIORS[0] if len(folds) < 2 else min(PRIORS, key=error)
+
+
+def fit(stack: Stack, own: Sequence[Case], prior: float, rounds: int = ROUNDS) -> Stack:
     """The stack with numbers fitted to its runs: steps along one number at a time, halved when none helps."""
     start = Fractions()
     shared = {n: getattr(start, n) for n in RANGES if n not in OWN}
@@ -61,7 +83,7 @@ def fit(stack: Stack, own: Sequence[Case], rounds: int = ROUNDS) -> Stack:
     def loss() -> float:
         now = made()
         error = sum(abs(log(ratio(c, now))) for c in own) / len(own)
-        return error + PRIOR * sum(
+        return error + prior * sum(
             (log(table[n] / first) / log(high / low)) ** 2 for table, n, first, (low, high) in numbers
         )
 
@@ -127,8 +149,9 @@ def main(only: Sequence[str] = ()) -> int:
         if only and name not in only:
             continue
         own = [c for c in train if c.stack == name]
-        stacks[name] = fit(stack, own)
-        print(f"{name}: {len(own)} runs", file=sys.stderr)
+        prior = chosen_prior(stack, own)
+        stacks[name] = fit(stack, own, prior)
+        print(f"{name}: {len(own)} runs, prior {prior}", file=sys.stderr)
     rows = {n: {k: {a: float(f"{b:.4g}") for a, b in asdict(f).items()} for k, f in s.fractions.items()}
             for n, s in stacks.items()}  # fmt: skip
     path = Path(__file__).parent / "data" / "efficiency.json"

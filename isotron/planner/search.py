@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from math import inf
 from typing import Any
 
@@ -24,6 +23,7 @@ from isotron.planner.states import per_element
 from isotron.planner.time import held_elements, held_experts, step_seconds
 
 FINALISTS = 2
+LOOKS, LONGEST_LOOK = 6, 40  # layouts that are counted exactly: with one that fits at hand, and until there is one
 MARGIN = 0.94  # of the device's memory: allocators round and fragment
 
 
@@ -102,24 +102,25 @@ def search(job: Job, devices: int, place: Place, limit: float, top: int = 10) ->
 def _refined(fitting: Sequence[Candidate], place: Place, limit: float, top: int) -> tuple[Candidate, ...]:
     """The fastest ones again from their tables and exact bytes; those that then do not fit fall out."""
     done: list[Candidate] = []
-    for c in islice(_varied(fitting), 3 * FINALISTS):
-        if len(done) >= FINALISTS:
+    tried: set[Job] = set()
+    for looks, c in enumerate(_varied(fitting)):
+        if len(done) >= FINALISTS or looks >= (LOOKS if done else LONGEST_LOOK):
             break
+        tried.add(c.job)
         exact = evaluate(c.job, place)
         if exact.memory <= limit:
             done.append(exact)
     done.sort(key=lambda c: c.time)
-    known = {c.job for c in done}
     worst = done[-1].time if done else 0.0
-    rest = [c for c in fitting if c.job not in known and c.time >= worst]
+    rest = [c for c in fitting if c.job not in tried and c.time >= worst]
     return tuple([*done, *rest][:top])
 
 
 def _varied(fitting: Sequence[Candidate]) -> Iterator[Candidate]:
-    """Fastest first, at most two of one tp, pp and microbatch: their neighbours tell nothing new."""
-    count: dict[tuple[int, int, int], int] = {}
+    """Fastest first, at most two of one tp, cp, pp and microbatch: their neighbours tell nothing new."""
+    count: dict[tuple[int, ...], int] = {}
     for c in fitting:
-        key = c.job.layout.tp, c.job.layout.pp, c.job.micro_batch
+        key = c.job.layout.tp, c.job.layout.cp, c.job.layout.pp, c.job.micro_batch
         count[key] = count.get(key, 0) + 1
         if count[key] <= 2:
             yield c

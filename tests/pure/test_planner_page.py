@@ -50,8 +50,9 @@ def test_the_guide_says_what_a_search_finds(name: str, devices: str, batch: str,
     config = replace(MILESTONES[name][0] if name in MILESTONES else PRESETS[name], max_position_embeddings=int(seq))
     place = Place(find("h100"), stack_for("h100"))
     job = Job(config, Layout(dp=1), int(seq), 1, int(batch))
-    best = search(job, int(devices), place, place.device.memory * MARGIN, 3).best[0].job.layout
-    assert named(best) == said
+    limit = place.device.memory * MARGIN
+    best = search(job, int(devices), place, limit, 3).best[0]
+    assert named(best.job.layout) == said and best.exact and best.memory <= limit
 
 
 EXAMPLE = table(r"^\| (\d) \| (none|selective|full) \| (yes|no) \| (\d) \| (\d+) \| (\d+) \|")
