@@ -184,7 +184,7 @@ def test_layouts_of_training_are_refused_and_corrected():
     model = SimpleNamespace(layout=layout, mesh=SimpleNamespace(sizes={"tp": 2, "cp": 2, "dp": 2, "pp": 2}))
     with pytest.raises(Refused) as refusal:
         check_model(model)
-    for option in ("--dp 2", "--cp 2", "--vpp 2", "--sequence-parallel"):
+    for option in ("--dp 2", "--vpp 2", "--sequence-parallel"):
         assert option in lines(refusal)
     fixed = inference_layout(layout)
     assert (fixed.tp, fixed.pp, fixed.dp, fixed.vpp, fixed.stages) == (2, 2, 1, 1, 2)

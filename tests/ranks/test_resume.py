@@ -31,7 +31,9 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("model", "dtype"), [("gpt", "float32"), ("gpt", "bfloat16")])
+@pytest.mark.parametrize(
+    ("model", "dtype"), [("gpt", "bfloat16"), pytest.param("gpt", "float32", marks=pytest.mark.slow)]
+)
 def test_resumed_equals_uninterrupted_bitwise(
     ranks: Any, tmp_path: Path, words: str, model: str, dtype: str, layout: str
 ) -> None:
@@ -112,7 +114,10 @@ def at_once_and_on(cfg: Any, home: str, there: str, **leaves: Any) -> list[tuple
 
 
 @pytest.mark.parametrize("layout", OTHERS)
-@pytest.mark.parametrize(("model", "dtype"), [("gpt", "float64"), ("llama", "float64"), ("llama", "float32")])
+@pytest.mark.parametrize(
+    ("model", "dtype"),
+    [("gpt", "float64"), ("llama", "float32"), pytest.param("llama", "float64", marks=pytest.mark.slow)],
+)
 def test_another_layout_goes_on_with_the_same_numbers(
     ranks: Any, tmp_path: Path, saved: Any, model: str, dtype: str, layout: str
 ) -> None:

@@ -93,7 +93,7 @@ def test_padding_rows_stay_zero(ranks: Ranks, model: str, name: str) -> None:
     agrees(ranks, case(model, where))
 
 
-@pytest.mark.parametrize("name", ["TP4", "TP4+SP"])
+@pytest.mark.parametrize("name", ["TP4+SP", pytest.param("TP4", marks=pytest.mark.slow)])
 def test_more_ranks_than_key_value_heads(ranks: Ranks, name: str) -> None:
     agrees(ranks, case("llama", layout(name)))
     one_head = replace(MODELS["llama"], num_key_value_heads=1)
@@ -107,7 +107,7 @@ def test_more_ranks_than_heads_cannot_be_built(ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize("counts", [(3, 2), (0, 5), (5, 0), (1, 0, 4, 0), (0, 2, 0, 3)])
-@pytest.mark.parametrize("model", ["gpt", "llama"])
+@pytest.mark.parametrize("model", ["llama", pytest.param("gpt", marks=pytest.mark.slow)])
 def test_uneven_and_empty_stages(ranks: Ranks, counts: tuple[int, ...], model: str) -> None:
     name = "PP2" if len(counts) == 2 else "PP4"
     agrees(ranks, case(model, layout(name, layers_per_stage=counts)))
