@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -40,7 +41,7 @@ def prepare(words: Sequence[str], extra: Mapping[str, Option], skip: Collection[
     loaded = read(words, None, extra)
     found = Found()
     if not {"load", "save"} & loaded.doubtful and "load" not in skip:
-        found = _caught(problems, Found(), lambda: find_checkpoint(*_places(loaded), log=said.append))
+        found = _caught(problems, Found(), lambda: _find(loaded, said.append))
         if found.config is not None:
             loaded = read(words, found.config, extra)
     # the run is named, not the step: should the step prove damaged, the loader looks for the one before it
@@ -48,7 +49,11 @@ def prepare(words: Sequence[str], extra: Mapping[str, Option], skip: Collection[
     from_hub = {"load": found.path} if found.weights_only and found.config is not None and not found.step else {}
     if found.path and is_remote(loaded.config.checkpoint.load):
         from_hub = {"load": found.path}
-    config = changed(loaded.config, **from_hub) if found.path else changed(loaded.config, load="")
+    config = (
+        changed(loaded.config, **from_hub)
+        if found.path
+        else changed(loaded.config, **({} if _may_be_near(loaded) else {"load": ""}))
+    )
     vocab = (
         0
         if {"tokenizer_model", "vocab_file", "merge_file", "tokenizer_type"} & set(skip)
@@ -65,13 +70,33 @@ def prepare(words: Sequence[str], extra: Mapping[str, Option], skip: Collection[
     finished, chosen = within_budget(finish(config, size, devices, vocab))
     notes = (*loaded.notes, *said, *_changes(config, finished), *chosen)
     origins = {**loaded.provenance, **_derived(config, finished)}
-    if loaded.config.checkpoint.load and not found.path:
+    if loaded.config.checkpoint.load and not found.path and not _may_be_near(loaded):
         origins["load"] = f"{origins['load']}, which holds no checkpoint yet"
     return Prepared(finished, origins, notes, {k: g.value for k, g in loaded.flags.items()}, found)
 
 
 def _places(loaded: Loaded) -> tuple[str, str]:
     return loaded.config.checkpoint.load, loaded.config.checkpoint.save
+
+
+def _may_be_near(loaded: Loaded) -> bool:
+    """Whether the nodes' own directories may have steps of the run that is to go on."""
+    (load, save), near = _places(loaded), loaded.config.checkpoint.local_save
+    return bool(near and load and save) and os.path.realpath(load) == os.path.realpath(save)
+
+
+def _find(loaded: Loaded, say: Callable[[str], None]) -> Found:
+    """The checkpoint that `--load` names; where it has none that is whole and the nodes may, the ranks will see."""
+    if not _may_be_near(loaded):
+        return find_checkpoint(*_places(loaded), log=say)
+    try:
+        found = find_checkpoint(*_places(loaded), log=lambda text: None)
+    except Refused:
+        found = Found()
+    if not found.path:
+        load, near = loaded.config.checkpoint.load, loaded.config.checkpoint.local_save
+        say(f"no whole checkpoint in {load}: the run goes on from one in {near}, or begins where there is none")
+    return found
 
 
 def _unread(loaded: Loaded) -> set[str]:

@@ -7,6 +7,7 @@ takes them from memory when they are left.
 from __future__ import annotations
 
 import mmap
+import os
 import tempfile
 from math import prod
 
@@ -19,12 +20,14 @@ ALIGN = 64
 
 
 class Disk:
-    """A file for tensors, at most `size` bytes; it takes room as it is written. Its start is the start of a page."""
+    """A file for tensors of `size` bytes together, whose room is taken at once: a page that the disk has no room for
+    when it is written would end the process. Its start is the start of a page.
+    """
 
     def __init__(self, directory: str, size: int) -> None:
         try:
             with tempfile.TemporaryFile(dir=directory) as file:
-                file.truncate(size)
+                os.posix_fallocate(file.fileno(), 0, size)
                 self._map = mmap.mmap(file.fileno(), size)
         except OSError as error:
             asked, case = f"--offload-dir {directory}", f"no file of {size} bytes can be mapped there: {error}"

@@ -113,9 +113,11 @@ def _sentinels(config: DataConfig, model: Pairs, tokenizer: Tokenizer | None, co
     if tokenizer is None:
         own = range(model.vocab_size - 1, max(model.vocab_size - 1 - count, END), -1)
     found = tuple(config.sentinel_ids or own)
-    if len(found) < count or max(found) >= model.vocab_size:
+    if len(found) < count or max(found) >= model.vocab_size or min(found) < 0 or len(set(found)) < len(found):
         which = "sentinel_ids" if config.sentinel_ids else "the tokenizer" if tokenizer else "the vocabulary"
         case = f"{count} spans of a row take {count} sentinels below {model.vocab_size}, and {which} has {len(found)}"
+        if found and (min(found) < 0 or len(set(found)) < len(found)):
+            case = f"sentinels are different ids of the vocabulary, and {which} has {found}"
         raise refuse(
             f"--seq-length {config.seq_length} --mask-prob {config.mask_prob:g} --sentinel-ids "
             f"{','.join(map(str, config.sentinel_ids)) or '(none)'}",

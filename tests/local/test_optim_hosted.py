@@ -93,3 +93,14 @@ def test_what_cannot_be_offloaded_is_refused() -> None:
     one = replace(view(numbers(8, 4).bfloat16(), torch.zeros(8, 4)))
     with pytest.raises(Refused, match="one of the two"):
         Optimizer([one], OptimConfig(master_remainders=True), offload=Offload(1.0))
+
+
+def test_a_file_for_which_there_is_no_room_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once, not by the signal that ends a process when a page of a full disk is written."""
+
+    def full(file: int, start: int, size: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.posix_fallocate", full)
+    with pytest.raises(Refused, match=r"no file of 4096 bytes can be mapped there(.|\n)*with room"):
+        Disk(str(tmp_path), 4096)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from isotron.cli import main
 from isotron.core.checkpoint.near import Near
 from isotron.core.checkpoint.near_source import find_near
 from isotron.core.checkpoint.save import Saved
@@ -145,6 +147,8 @@ def test_damaged_copies_do_not_count(ranks: Any, tmp_path: Path) -> None:
     assert ranks(2, find_and_read, base)[1][0] == 2
     (tmp_path / "1/node_00001/step_00000002/manifest.json").write_text("{")
     assert ranks(2, find_and_read, base)[1][0] == 2
+    flip(tmp_path / "0/node_00000/step_00000002/rank_00000.safetensors")  # whole where the manifest is not
+    assert [f[:2] for f in ranks(2, find_and_read, base)] == [(2, [x + 100 for x in column])] * 2
 
 
 def flip(file: Path) -> None:
@@ -161,3 +165,22 @@ def test_a_full_directory_costs_that_save_alone(ranks: Any, tmp_path: Path) -> N
     assert ranks(2, runs.train, cfg, str(home)) == [0, 0]
     events = [json.loads(line) for line in (home / "metrics.jsonl").read_text().splitlines()]
     assert [e for e in events if e.get("event") == "local_save_failed"] and Path(runs.step_dir(home, 4)).is_dir()
+
+
+def test_the_command_goes_on_from_a_node_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The same words after a kill before the first checkpoint of the run; and when every one of them is damaged."""
+    home, near = tmp_path / "run", tmp_path / "near"
+    words = shlex.split(
+        "train --num-layers 1 --hidden-size 8 --num-attention-heads 2 --ffn-hidden-size 8 --seq-length 8 "
+        "--vocab-size 20 --eval-iters 0 --device cpu --mock-data --no-tensorboard --lr-decay-iters 9 "
+        f"--local-save-interval 3 --load {home} --save {home} --save-interval 100 --local-save {near}"
+    )
+    assert main([*words, "--train-iters", "4"]) == 0
+    shutil.rmtree(runs.step_dir(home, 4))
+    capsys.readouterr()
+    assert main([*words, "--train-iters", "5"]) == 0
+    said = capsys.readouterr()
+    assert f"no whole checkpoint in {home}: the run goes on" in said.err and "at step 3" in said.out
+    (Path(runs.step_dir(home, 5)) / "manifest.json").write_text("{")
+    assert main([*words, "--train-iters", "6"]) == 0
+    assert "at step 3" in capsys.readouterr().out

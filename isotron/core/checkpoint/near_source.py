@@ -18,7 +18,7 @@ import torch
 from isotron.core import comm
 from isotron.core.checkpoint.format import MANIFEST, Chunk, Manifest, parse_manifest, read_manifest
 from isotron.core.checkpoint.load import Source
-from isotron.core.checkpoint.locate import STEP, file_error
+from isotron.core.checkpoint.locate import STEP, file_error, step_name
 from isotron.core.checkpoint.near import FILES, RUN, Near
 from isotron.core.errors import Refused
 from isotron.core.layout import Box
@@ -43,10 +43,11 @@ class _Seen:
 
 def find_near(near: Near, newer_than: int, say: Callable[[str], None]) -> NearSource | None:
     """The newest whole step after `newer_than`, as all ranks agree; None without one. Every rank calls it."""
-    seen = _look(near, newer_than)
+    seen, bare = _look(near, newer_than)
+    seen += _adopted(near, seen, bare)
     report = [[*s.identity, s.path.parent.name, s.files, sorted(s.manifest.files)] for s in seen]
     reports = near.ranks.gather_json(report)
-    for step, digest, copies in near.ranks.broadcast_json(None if reports is None else _candidates(reports)):
+    for step, digest, copies in near.ranks.broadcast_json(None if reports is None else _candidates(reports, say)):
         mine = [s for s in seen if s.identity == (step, digest)]
         found = near.ranks.gather_json([_damaged(near, mine, copies), mine[0].text.decode() if mine else ""])
         text, left = near.ranks.broadcast_json(None if found is None else _without(copies, found, say))
@@ -58,9 +59,9 @@ def find_near(near: Near, newer_than: int, say: Callable[[str], None]) -> NearSo
     return None
 
 
-def _look(near: Near, newer_than: int) -> list[_Seen]:
-    """What this rank sees of this run."""
-    found = []
+def _look(near: Near, newer_than: int) -> tuple[list[_Seen], list[Path]]:
+    """What this rank sees of this run, and step directories whose manifest cannot be read."""
+    found, bare = [], []
     for path in sorted(near.directory.glob("node_*/step_*")):
         match = STEP.fullmatch(path.name)
         if match is None or int(match[1]) <= newer_than:
@@ -69,14 +70,35 @@ def _look(near: Near, newer_than: int) -> list[_Seen]:
             manifest = read_manifest(path)
             text = (path / MANIFEST).read_bytes()
         except (OSError, Refused):
-            continue  # a step that was being removed, or damaged: other copies decide
+            bare.append(path)
+            continue
         if manifest.meta.get(RUN) == near.run:
-            files = [n for n, f in manifest.files.items() if file_error(path, n, f, hashed=False) is None]
-            found.append(_Seen(path, text, manifest, sorted(files)))
-    return found
+            found.append(_Seen(path, text, manifest, _full_size(path, manifest)))
+    return found, bare
 
 
-def _candidates(reports: list[Any]) -> list[Any]:
+def _full_size(path: Path, manifest: Manifest) -> list[str]:
+    return sorted(n for n, f in manifest.files.items() if file_error(path, n, f, hashed=False) is None)
+
+
+def _adopted(near: Near, seen: list[_Seen], bare: list[Path]) -> list[_Seen]:
+    """Directories without a manifest, by those that other nodes have of the same steps: their files may be whole."""
+    asked = near.ranks.gather_json([path.name for path in bare])
+    names = near.ranks.broadcast_json(None if asked is None else sorted({name for own in asked for name in own}))
+    if not names:
+        return []
+    texts = near.ranks.gather_json([s.text.decode() for s in seen if s.path.name in names])
+    known = near.ranks.broadcast_json(None if texts is None else sorted({text for own in texts for text in own}))
+    steps = [(text.encode(), parse_manifest(text.encode())) for text in known]
+    return [
+        _Seen(path, text, manifest, _full_size(path, manifest))
+        for path in bare
+        for text, manifest in steps
+        if step_name(manifest.step) == path.name
+    ]
+
+
+def _candidates(reports: list[Any], say: Callable[[str], None]) -> list[Any]:
     """[step, manifest's hash, copies] of the steps of which every file is left, newest first."""
     copies: dict[tuple[int, str], Copies] = {}
     for rank, report in enumerate(reports):
@@ -84,6 +106,10 @@ def _candidates(reports: list[Any]) -> list[Any]:
             table = copies.setdefault((step, digest), {name: {} for name in wanted})
             for name in files:
                 table[name].setdefault(node, []).append(rank)
+    for (step, _), table in sorted(copies.items()):
+        lost = [name for name, nodes in table.items() if not nodes]
+        if lost:
+            say(f"step {step} in the nodes' own directories is not whole: no node has {', '.join(lost)} in full size")
     return [[*key, table] for key, table in sorted(copies.items(), reverse=True) if all(table.values())]
 
 
