@@ -18,7 +18,7 @@ import threading
 import time
 import types
 from collections.abc import Callable, Iterator, Sequence
-from multiprocessing import connection
+from multiprocessing import connection, resource_tracker
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -27,6 +27,7 @@ from isotron.core.errors import refuse
 
 PRELOAD = ["torch", "torch.distributed", "isotron.processes"]
 WATCH_SECONDS = 1.0
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 def check_platform(platform: str = sys.platform) -> None:
@@ -45,7 +46,7 @@ def start(target: Callable[..., None], args: Sequence[Any], name: str) -> BasePr
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     process = context.Process(target=target, args=tuple(args), name=name)
-    with _main_hidden(), _born_well():
+    with _main_hidden(), _born_well(), _deaf():
         process.start()
     return process
 
@@ -114,6 +115,7 @@ def send(pipe: connection.Connection, message: Any) -> None:
 def settle(threads: int) -> None:
     """What every child does first: own process group, end with its parent, the asked number of threads."""
     os.setpgid(0, 0)  # a Ctrl-C at the terminal reaches the parent only, which decides
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # see _deaf
     threading.Thread(target=_end_with_parent, daemon=True).start()
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # no name look-ups, nothing listens to the outside
@@ -183,6 +185,19 @@ def _main_hidden() -> Iterator[None]:
         yield
     finally:
         sys.modules["__main__"] = main
+
+
+@contextlib.contextmanager
+def _deaf() -> Iterator[None]:
+    """The fork server is born deaf to stop signals, which a whole process group may get (`timeout` sends them so): it
+    would end, and with it the ranks. What comes to this process meanwhile is delivered afterwards.
+    """
+    resource_tracker.ensure_running()  # now, since its start gives the signals back
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextlib.contextmanager

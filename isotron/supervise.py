@@ -28,7 +28,8 @@ BYTES_PER_RANK = 50_000_000  # at the very least: what a started process has for
 STORE_VARIABLE = "ISOTRON_STORE"
 GRACE_SECONDS = 3.0  # how long the others may go on once one has failed
 EXIT_SIGNALLED = 143  # what a rank returns that was told to stop and has saved: no failure
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+STOP_SIGNALS = processes.STOP_SIGNALS
+SAME_SECONDS = 0.2  # signals that come so close together are one: to this process, and to its whole group
 
 
 @dataclass(frozen=True)
@@ -141,8 +142,12 @@ def _forwarding(ranks: list[Rank]) -> Iterator[list[int]]:
     SIGUSR1 is a scheduler's warning that the time is nearly up: SIGTERM follows, while the ranks are still saving.
     """
     seen: list[int] = []
+    times = [float("-inf")]
 
     def forward(signum: int, frame: object) -> None:
+        times.append(time.monotonic())
+        if signum in seen and times[-1] - times[-2] < SAME_SECONDS:
+            return
         seen.append(signum)
         insists = signum != signal.SIGUSR1 and len([s for s in seen if s != signal.SIGUSR1]) > 1
         for rank in ranks:

@@ -167,12 +167,15 @@ def test_the_command_stops_at_a_signal_and_goes_on_with_the_same_words(tmp_path:
     ).split()
     command = [sys.executable, "-m", "isotron", *words]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen([*command, "--train-iters", "100000"], cwd=ROOT, env=environment, stderr=subprocess.PIPE)
+    process = subprocess.Popen(
+        [*command, "--train-iters", "100000"], cwd=ROOT, env=environment, stderr=subprocess.PIPE, start_new_session=True
+    )
     metrics = tmp_path / "metrics.jsonl"
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline and (not metrics.exists() or metrics.read_text().count('"loss"') < 3):
         time.sleep(0.1)
     process.send_signal(signal.SIGTERM)
+    os.killpg(process.pid, signal.SIGTERM)  # and to the whole group, as `timeout` does
     _, err = process.communicate(timeout=60)
     assert process.returncode == 143 and b"failed" not in err, err
     (saved,) = tmp_path.glob("step_*")
