@@ -20,7 +20,8 @@ from isotron.planner.legal import layouts
 from isotron.planner.memory import Bytes, communication, logits_bytes, plan_memory, recompute_bytes
 from isotron.planner.parameters import stage_layers
 from isotron.planner.states import per_element
-from isotron.planner.time import held_elements, held_experts, step_seconds
+from isotron.planner.time import block_elements, copies, held_elements, held_experts, step_seconds
+from isotron.planner.work import block_products
 
 FINALISTS = 2
 LOOKS, LONGEST_LOOK = 6, 40  # layouts that are counted exactly: with one that fits at hand, and until there is one
@@ -64,8 +65,22 @@ def quick_memory(job: Job, context: float) -> float:
     state += own * per_element(job)
     counts = [len(r) for r in stage_layers(job.config, job.layout)]
     kept = stage_bytes(job, max(counts), True, job.layout.stages == 1) * _in_flight(job)
-    rest = recompute_bytes(job) + logits_bytes(job) + communication(job) + _temporary(job)
+    rest = recompute_bytes(job) + logits_bytes(job) + communication(job) + _temporary(job) + _passing(job)
     return state + kept + rest + context
+
+
+def _passing(job: Job) -> float:
+    """What exists for a moment: three largest sums of gradients under way and one that is formed, and under ZeRO-3 the
+    weights of a block and of the next unit.
+    """
+    zero = job.layout.zero_stage
+    products = block_products(job.config, job.layout.tp, job.layout.expert_tp)
+    ends = job.layout.padded_vocab(job.config.vocab_size) / job.layout.tp * job.config.hidden_size
+    block = block_elements(job)
+    flying = 3 if job.layout.overlap_grad_reduce else 1
+    gradients = (1 + flying) * max(ends, *(p.outputs * p.inputs * copies(job, p.met) for p in products))
+    weights = max(ends, block) + (block if job.layout.overlap_param_gather else 0)
+    return (gradients * job.gradient if zero >= 2 else 0.0) + (weights * job.element if zero == 3 else 0.0)
 
 
 def _temporary(job: Job) -> float:
@@ -93,8 +108,8 @@ def search(job: Job, devices: int, place: Place, limit: float, top: int = 10) ->
         raise _nothing(job, devices)
     fitting = sorted((c for c in seen if c.memory <= limit), key=lambda c: c.time)
     best = _refined(fitting, place, limit, top)
-    other = next((c for c in fitting if best and shards_weights(c) != shards_weights(best[0])), None)
-    compared = () if other is None else (other,)
+    rivals = [c for c in fitting if best and shards_weights(c) != shards_weights(best[0])]
+    compared = tuple(c for c in _refined(rivals, place, limit, 1) if c.exact)
     nearest = None if best else min(seen, key=lambda c: c.memory)
     return Found(len(seen), len(fitting), best, frontier(seen), compared, nearest)
 

@@ -112,7 +112,7 @@ def held_elements(job: Job) -> float:
 def block_elements(job: Job, experts_only: bool = False) -> float:
     """Weights of a block in matrices, on one rank."""
     found = block_products(job.config, job.layout.tp, job.layout.expert_tp)
-    return sum(p.outputs * p.inputs * _copies(job, p.met) for p in found if not experts_only or p.met != 1.0)
+    return sum(p.outputs * p.inputs * copies(job, p.met) for p in found if not experts_only or p.met != 1.0)
 
 
 def held_experts(job: Job) -> float:
@@ -123,7 +123,8 @@ def held_experts(job: Job) -> float:
     return max(counts) * block_elements(job, experts_only=True)
 
 
-def _copies(job: Job, met: float) -> float:
+def copies(job: Job, met: float) -> float:
+    """How many of a product's matrices a rank holds; `met`: the share of tokens that one of them meets."""
     return number_of_experts(job.config) / job.ep if met != 1.0 else 1.0
 
 

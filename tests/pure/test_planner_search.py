@@ -63,6 +63,9 @@ def test_quick_memory_is_near_the_exact() -> None:
         Layout(2, 1, 8, 1, True, 1),
         Layout(4, 2, 2, 1, True, 1),
         Layout(1, 4, 4, 2, False, 1, "interleaved"),
+        Layout(1, 1, 64, 1, False, 3, recompute="full"),
+        Layout(4, 1, 16, 1, True, 2),
+        Layout(1, 4, 16, 1, False, 2),
     ):
         job = llama(layout)
         assert quick_memory(job, 0.0) == pytest.approx(max(b.total for b in plan_memory(job)), rel=0.08)
