@@ -46,14 +46,12 @@ def prepare(words: Sequence[str], extra: Mapping[str, Option], skip: Collection[
             loaded = read(words, found.config, extra)
     # the run is named, not the step: should the step prove damaged, the loader looks for the one before it
     # (what lies in the cache of the hub has another path than its name)
-    from_hub = {"load": found.path} if found.weights_only and found.config is not None and not found.step else {}
+    place = {"load": found.path} if found.weights_only and found.config is not None and not found.step else {}
     if found.path and is_remote(loaded.config.checkpoint.load):
-        from_hub = {"load": found.path}
-    config = (
-        changed(loaded.config, **from_hub)
-        if found.path
-        else changed(loaded.config, **({} if _may_be_near(loaded) else {"load": ""}))
-    )
+        place = {"load": found.path}
+    if not found.path and not _may_be_near(loaded):
+        place = {"load": ""}
+    config = changed(loaded.config, **place)
     vocab = (
         0
         if {"tokenizer_model", "vocab_file", "merge_file", "tokenizer_type"} & set(skip)

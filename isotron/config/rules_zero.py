@@ -70,6 +70,10 @@ def _offload_kinds(c: RunConfig, f: Facts) -> Problem:
     return Problem(asked(c, "offload_dir_for"), f"what can go to files is {', '.join(KINDS)}", fix)
 
 
+def _offload_nowhere(c: RunConfig, f: Facts) -> Problem:
+    return Problem(asked(c, "offload_dir_for"), "there is no directory for it", "--offload-dir .")
+
+
 def _offload_directory(c: RunConfig, f: Facts) -> Problem:
     return Problem(asked(c, "offload_dir"), "there is no such directory", "--offload-dir .")
 
@@ -117,6 +121,8 @@ ZERO_RULES: tuple[Rule, ...] = (
          lambda c, f: bool(c.layout.offload_dir) and not _offloads(c), _offload_place),
     Rule("what goes to files", ("offload_dir_for",),
          lambda c, f: not set(c.layout.offload_dir_for) <= set(KINDS), _offload_kinds),
+    Rule("files have a directory", ("offload_dir_for", "offload_dir"),
+         lambda c, f: bool(moved(c, "offload_dir_for")) and not c.layout.offload_dir, _offload_nowhere),
     Rule("a directory to offload to", ("offload_dir", "optimizer_cpu_offload", "cpu_offloading"),
          lambda c, f: bool(c.layout.offload_dir) and _offloads(c) and not f.exists(c.layout.offload_dir),
          _offload_directory),

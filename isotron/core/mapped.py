@@ -25,9 +25,10 @@ class Disk:
     """
 
     def __init__(self, directory: str, size: int) -> None:
+        size = max(size, 1)  # a rank may hold nothing, and a file of no bytes cannot be mapped
         try:
             with tempfile.TemporaryFile(dir=directory) as file:
-                os.posix_fallocate(file.fileno(), 0, size)
+                _take_room(file.fileno(), size)
                 self._map = mmap.mmap(file.fileno(), size)
         except OSError as error:
             asked, case = f"--offload-dir {directory}", f"no file of {size} bytes can be mapped there: {error}"
@@ -62,6 +63,14 @@ class Disk:
             return 0, len(self._map)
         start = part.data_ptr() - self._bytes.data_ptr()
         return start, start + part.nbytes
+
+
+def _take_room(file: int, size: int) -> None:
+    """Make a file so long, on the disk too where the system can (macOS cannot)."""
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(file, 0, size)
+    else:
+        os.ftruncate(file, size)
 
 
 class Files:

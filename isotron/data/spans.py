@@ -113,15 +113,14 @@ def _sentinels(config: DataConfig, model: Pairs, tokenizer: Tokenizer | None, co
     if tokenizer is None:
         own = range(model.vocab_size - 1, max(model.vocab_size - 1 - count, END), -1)
     found = tuple(config.sentinel_ids or own)
-    if len(found) < count or max(found) >= model.vocab_size or min(found) < 0 or len(set(found)) < len(found):
+    if len(found) < count or len(set(found)) < len(found) or not all(0 <= i < model.vocab_size for i in found):
         which = "sentinel_ids" if config.sentinel_ids else "the tokenizer" if tokenizer else "the vocabulary"
-        case = f"{count} spans of a row take {count} sentinels below {model.vocab_size}, and {which} has {len(found)}"
-        if found and (min(found) < 0 or len(set(found)) < len(found)):
-            case = f"sentinels are different ids of the vocabulary, and {which} has {found}"
+        has = f"{len(found)}, from {min(found)} to {max(found)}" if found else "none"
+        need = f"{count} spans of a row take {count} sentinels below {model.vocab_size}, each another id"
         raise refuse(
             f"--seq-length {config.seq_length} --mask-prob {config.mask_prob:g} --sentinel-ids "
             f"{','.join(map(str, config.sentinel_ids)) or '(none)'}",
-            case if len(found) < count else f"{case}, the largest {max(found)}",
+            f"{need}, and {which} has {has}",
             f"--vocab-extra-ids {max(100, count)}, or --sentinel-ids with {count} ids of the vocabulary",
         )
     return found[:count]

@@ -122,6 +122,8 @@ BOTH_SIDES: dict[str, tuple[str, str, dict]] = {
     "masters that can be offloaded": ("--optimizer-cpu-offload --master-remainders --dtype bfloat16",
                                       "--optimizer-cpu-offload --dtype bfloat16", {}),
     "files of what is offloaded": ("--offload-dir .", "--offload-dir . --cpu-offloading", {}),
+    "files have a directory": ("--optimizer-cpu-offload --offload-dir-for state",
+                               "--optimizer-cpu-offload --offload-dir . --offload-dir-for state", {}),
     "what goes to files": ("--optimizer-cpu-offload --offload-dir . --offload-dir-for tapes",
                            "--optimizer-cpu-offload --offload-dir . --offload-dir-for state", {}),
     "a directory to offload to": ("--optimizer-cpu-offload --offload-dir gone",

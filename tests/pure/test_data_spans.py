@@ -75,7 +75,7 @@ def test_what_stands_for_what() -> None:
     given_ids = DataConfig(seq_length=64, sentinel_ids=(3, 4, 5, 6, 7))
     assert masking(given_ids, MODEL, tokenizer()).sentinels == (3, 4, 5)  # type: ignore[union-attr]
     for ids in ((3, -4, 5), (5, 5, 5)):
-        with pytest.raises(Refused, match="different ids of the vocabulary"):
+        with pytest.raises(Refused, match="each another id"):
             masking(DataConfig(seq_length=64, sentinel_ids=ids), MODEL, None)
     for how, reads in ((config, tokenizer(extra_ids=())), (DataConfig(seq_length=64, sentinel_ids=(1, 2, 1000)), None)):
         with pytest.raises(Refused, match="--seq-length 64(.|\n)*3 sentinels below 1000(.|\n)*--vocab-extra-ids 100"):
