@@ -8,6 +8,12 @@ from typing import Any
 
 Case = dict[str, Any]
 Group = tuple[tuple[str, Any], ...]
+# what every family is tried with beside its layouts
+OF_A_STEP: dict[str, tuple[Any, ...]] = {
+    "microbatch": (1, 2),
+    "zero": (0, 1, 2, 3),
+    "recompute": ("none", "selective", "full"),
+}
 
 
 def product_of(axes: Mapping[str, Sequence[Any]], legal: Callable[[Case], bool] = lambda case: True) -> list[Case]:

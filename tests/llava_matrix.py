@@ -12,6 +12,7 @@ from isotron.core.models.llava_config import LlavaConfig
 from isotron.core.parallel.plan import Layout
 from isotron.core.random import key
 from isotron.train.verify import Case
+from tests.covering import OF_A_STEP
 from tests.covering import Case as Choice
 
 MARK, VOCAB, SEQUENCE = 7, 131, 16
@@ -29,13 +30,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "PP2x2chunks": {"pp": 2, "vpp": 2},
     "PP2xDP2-zbv": {"pp": 2, "dp": 2, "schedule": "zbv", "deferred_logits": 0},
 }
-AXES = {
-    "layout": tuple(LAYOUTS),
-    "model": tuple(MODELS),
-    "microbatch": (1, 2),
-    "zero": (0, 1, 2, 3),
-    "recompute": ("none", "selective", "full"),
-}
+AXES = {"layout": tuple(LAYOUTS), "model": tuple(MODELS), **OF_A_STEP}
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from typing import Any
 from isotron.core.models.t5_config import T5Config
 from isotron.core.parallel.plan import Layout
 from isotron.train.verify import Case
+from tests.covering import OF_A_STEP
 from tests.covering import Case as Choice
 
 # 3 + 3 blocks: a stage of two holds one side, a stage of four holds blocks of both or of one
@@ -29,13 +30,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "PP2xDP2-zbv": {"pp": 2, "dp": 2, "schedule": "zbv"},
     "TP2-zb-h1": {"tp": 2, "pp": 2, "schedule": "zb-h1", "deferred_logits": 0},
 }
-AXES = {
-    "layout": tuple(LAYOUTS),
-    "model": tuple(MODELS),
-    "microbatch": (1, 2),
-    "zero": (0, 1, 2, 3),
-    "recompute": ("none", "selective", "full"),
-}
+AXES = {"layout": tuple(LAYOUTS), "model": tuple(MODELS), **OF_A_STEP}
 
 
 def case_of(choice: Choice) -> Case:

@@ -40,6 +40,15 @@ def _decoder_parts(c: RunConfig, f: Facts) -> Problem:
     return Problem(asked(c, "sequence_parallel", "tp", "decoder_seq_length"), case, fix)
 
 
+def _vocabulary(c: RunConfig, f: Facts) -> int:
+    return c.model.vocab_size or f.tokenizer_vocab
+
+
+def _starts(c: RunConfig, f: Facts) -> Problem:
+    case = f"the vocabulary has the ids 0 to {_vocabulary(c, f) - 1}"
+    return Problem(asked(c, "decoder_start_token_id"), case, "--decoder-start-token-id 0")
+
+
 def _masks(c: RunConfig, f: Facts) -> Problem:
     case = f"spans are masked for families with an encoder, and {c.model.family} is a decoder"
     given = moved(c, *_MASKS)
@@ -82,6 +91,8 @@ STREAM_RULES: tuple[Rule, ...] = (
     Rule("tp divides the decoder's rows", ("sequence_parallel", "tp", "decoder_seq_length"),
          lambda c, f: two_streams(c) and c.layout.sequence_parallel
          and value(c, "decoder_seq_length") % c.layout.tp != 0, _decoder_parts),
+    Rule("the decoder starts with an id", ("decoder_start_token_id", "vocab_size"),
+         lambda c, f: two_streams(c) and 0 < _vocabulary(c, f) <= value(c, "decoder_start_token_id"), _starts),
     Rule("masked spans have an encoder", _MASKS,
          lambda c, f: not two_streams(c) and bool(moved(c, *_MASKS)), _masks),
     Rule("pairs are no rows of documents", _ONE_STREAM,

@@ -16,7 +16,7 @@ MASK = 1  # bytes of an element of a mask
 
 def are_read(job: Job) -> bool:
     """Whether the family has an encoder and a decoder."""
-    return hasattr(job.config, "ends_of")
+    return bool(getattr(job.config, "two_streams", False))
 
 
 def rows(job: Job) -> tuple[int, int]:
@@ -111,7 +111,7 @@ def stage_bytes(job: Job, layers: range, first: bool, last: bool, mode: str | No
     read, written, fixed = _ends(job, layers, first, last, mode)
     total = fixed + per_pair * (source * _bytes(read) + target * _bytes(written))
     for place, i in enumerate(layers):
-        own, across = block(job, i >= middle, _mode_of(layout, layers, place, i >= middle, middle, mode))
+        own, across = block(job, i >= middle, _mode_of(layout, place, mode))
         share = 1.0
         if mode == "full" and layout.recompute_method == "uniform":
             start = max(layers.start, middle) if i >= middle else layers.start
@@ -130,7 +130,7 @@ def unit_bytes(job: Job) -> float:
     return max(found) * job.layout.recompute_num_layers
 
 
-def _mode_of(layout: Any, layers: range, place: int, decodes: bool, middle: int, mode: str) -> str:
+def _mode_of(layout: Any, place: int, mode: str) -> str:
     """Under full recompute by block only the first blocks of a stage are computed again."""
     if mode == "full" and layout.recompute_method == "block" and place >= layout.recompute_num_layers:
         return "none"

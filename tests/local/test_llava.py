@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -141,3 +142,12 @@ def test_a_tower_is_dealt_by_what_it_costs() -> None:
     assert 20 < costs.blocks[-1] / costs.blocks[0] < 60 and len(costs.blocks) == 55
     counts = balanced_counts(costs, 4)
     assert counts[0] > 23 and max(counts[1:]) <= 9  # all of the tower and some of the decoder
+
+
+def test_sizes_that_make_no_model_are_refused_together() -> None:
+    wrong = {"patch_size": 7, "vision_num_attention_heads": 5, "vision_num_layers": 0, "image_token_id": V}
+    with pytest.raises(Refused) as refused:
+        replace(CONFIG, **wrong).check_layout(Layout(dp=1))
+    text = str(refused.value)
+    assert len(refused.value.problems) == 4 and all(name in text for name in wrong)
+    CONFIG.check_layout(Layout(dp=1))

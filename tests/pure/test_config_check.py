@@ -178,6 +178,8 @@ BOTH_SIDES: dict[str, tuple[str, str, dict]] = {
     "fine-tuning goes elsewhere": ("--finetune --load a --save a", "--finetune --load a --save b", {}),
     "W&B project": ("--wandb-exp-name a", "--wandb-exp-name a --wandb-project b", {}),
     "an encoder has something to read": ("--family t5 --seq-length 2", "--family t5 --seq-length 3", {}),
+    "the decoder starts with an id": ("--family t5 --vocab-size 99 --decoder-start-token-id 99",
+                                      "--family t5 --vocab-size 99 --decoder-start-token-id 98", {}),
     "the decoder's rows hold what is masked": ("--family t5 --seq-length 512 --decoder-seq-length 113",
                                                "--family t5 --seq-length 512 --decoder-seq-length 114", {}),
     "tp divides the decoder's rows": ("--family t5 --tp 4 --sequence-parallel --decoder-seq-length 1022",

@@ -44,8 +44,31 @@ class LlavaConfig(LlamaConfig):
         """Numbers of a patch: three colours."""
         return 3 * self.patch_size**2
 
+    def _sizes(self) -> list[Problem]:
+        """What is wrong with the sizes themselves."""
+        heads, wide, blocks = self.vision_num_attention_heads, self.vision_hidden_size, self.vision_num_layers
+        wrong = {
+            f"image_size {self.image_size}, patch_size {self.patch_size}": (
+                "a picture is cut into whole patches", "image_size 336, patch_size 14",
+                self.patch_size < 1 or self.image_size % max(self.patch_size, 1) != 0,
+            ),
+            f"vision_num_attention_heads {heads}, vision_hidden_size {wide}": (
+                "heads are equal parts of the tower's width", "vision_num_attention_heads 16, vision_hidden_size 1024",
+                heads < 1 or wide % max(heads, 1) != 0,
+            ),
+            f"vision_num_layers {blocks}, num_layers {self.num_layers}": (
+                "num_layers counts the blocks of the tower and of the decoder, and both have some",
+                f"num_layers {max(blocks, 1) + 32}", not 0 < blocks < self.num_layers,
+            ),
+            f"image_token_id {self.image_token_id}, vocab_size {self.vocab_size}": (
+                "it is an id of the vocabulary", "image_token_id 0",
+                self.image_token_id < 0 or 0 < self.vocab_size <= self.image_token_id,
+            ),
+        }  # fmt: skip
+        return [Problem(given, case, fix) for given, (case, fix, broken) in wrong.items() if broken]
+
     def check_layout(self, layout: Any) -> None:
-        """Refuse what is built for rows of tokens alone, all of it at once."""
+        """Refuse sizes that make no model, and what is built for rows of tokens alone, all of it at once."""
         asked = {
             f"--cp {layout.cp}": ("pictures are not dealt to ranks", "--cp 1", layout.cp > 1),
             "--sequence-parallel": (
@@ -58,7 +81,8 @@ class LlavaConfig(LlamaConfig):
                 if (on := getattr(layout, leaf))
             },
         }  # fmt: skip
-        found = [Problem(f"{given} with family llava", case, fix) for given, (case, fix, on) in asked.items() if on]
+        found = self._sizes()
+        found += [Problem(f"{given} with family llava", case, fix) for given, (case, fix, on) in asked.items() if on]
         if self.vision_num_attention_heads % layout.tp or self.vision_ffn_hidden_size % layout.tp:
             case = (
                 f"{self.vision_num_attention_heads} heads and {self.vision_ffn_hidden_size} columns are dealt to ranks"
