@@ -37,7 +37,12 @@ OWN = {
     ),
     "schedule_costs_from": Option("schedule_costs_from", "str", "", "take them from a trace of isotron train --trace"),
     "target_bubble": Option("target_bubble", "float", 0.0, "also say what batch gives this bubble, in percent"),
-    "zero": Option("zero", "int", 0, "2 or 3: show when gradients of stages are summed, and weights gathered"),
+    "zero": Option(
+        "zero",
+        "int",
+        0,
+        "0 to 3, what is sharded; from 2 on also show when gradients are summed, at 3 what is gathered",
+    ),
     "max_live_gradients": Option(
         "max_live_gradients", "int", 0, "under zero 2 and 3, gradients that may wait on a rank", unit="stages"
     ),
@@ -153,7 +158,7 @@ def _write(shown: Study, values: dict[str, Any]) -> None:
         Path(values["svg"]).write_text(svg(shown.table, shown.report, title), encoding="utf-8")
     if values["trace"]:
         trace = trace_file(
-            predicted(shown.report), 1000.0, {"schedule": title, "unit": "1 ms is one unit of the costs"}
+            predicted(shown.report), 1000.0 / shown.unit, {"schedule": title, "unit": f"1 ms: {shown.unit_name}"}
         )
         Path(values["trace"]).write_text(json.dumps(trace), encoding="utf-8")
     if values["table"]:
@@ -177,12 +182,13 @@ def _lines(studies: list[Study], wanted: list[Target], values: dict[str, Any]) -
         idle = max(s.report.idle) / s.work
         lines.append(
             f"{s.table.name:<14} {s.v:>11} {100 * s.bubble:>7.2f} % {100 * idle:>7.2f} % {s.kept:>8.2f} "
-            f"{s.report.makespan:>10.6g} {max(s.report.exposed):>8.3g}"
+            f"{s.time:>10.6g} {max(s.waits):>8.3g}"
         )
     if values["schedule_costs_from"]:
         lines += ["", f"measured: --schedule-costs {','.join(map(str, values['schedule_costs']))}"]
     lines += ["", "bubble: idle over busy time; own idle: between a rank's own first and last action, at most;"]
-    lines += ["kept: activations in microbatches of a whole rank, at most; waits: for transfers alone, at most"]
+    lines += ["kept: activations in microbatches of a whole rank, at most; waits: for transfers alone, at most;"]
+    lines += [f"time: of a step, as waits in {first.unit_name}"]
     if values["zero"] >= 2:
         lines += [_sharded_line(s, values["zero"]) for s in studies]
     for s, t in _beside(studies, wanted):

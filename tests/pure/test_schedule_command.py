@@ -62,6 +62,22 @@ def test_the_case_of_175b(capsys: pytest.CaptureFixture[str]) -> None:
     assert "188 sequences) give 14.89 %" in text
 
 
+def test_times_have_one_unit_for_any_number_of_stages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """8 microbatches of 3 forwards' work each: 24, and the bubble."""
+    trace = tmp_path / "zbv.json"
+    for line, v, time in (("zbv", 2, 25.5), ("auto", 2, 25.5), ("1f1b", 1, 33), ("interleaved --vpp 3", 3, 27)):
+        asked = f"{line} --pp 4 --microbatches 8"
+        found = result(capsys, f"{asked} --trace {trace}")
+        assert found["vpp"] == v and found["makespan"] == time == 24 * (1 + found["bubble"])
+        assert found["unit"] == "forwards of all layers of a rank for one microbatch"
+        text = printed(capsys, asked)
+        assert f" {time:g} " in text and "time: of a step, as waits in forwards of all layers" in text
+        ends = [e.end for e in read_events(json.loads(trace.read_text(encoding="utf-8")), LANES[0])]
+        assert max(ends) == 1000 * time
+        costly = result(capsys, f"{asked} --schedule-costs 1,1,1")
+        assert costly["makespan"] == pytest.approx(time) and costly["idle"] == pytest.approx(found["idle"])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("v, percent", [(3, 0.91), (4, 0.68), (6, 0.46), (12, 0.23)])
 def test_the_case_of_175b_with_more_stages(v: int, percent: float) -> None:
@@ -109,6 +125,7 @@ def test_auto_names_what_it_found(capsys: pytest.CaptureFixture[str]) -> None:
     found = result(capsys, "auto --pp 4 --microbatches 6 --schedule-memory 2 --schedule-costs 10,14,11,1")
     assert max(found["peak_activations"]) <= 2
     free = result(capsys, "auto --pp 4 --microbatches 6 --schedule-costs 10,14,11,1")
+    assert free["unit"] == "the unit of the costs"
     assert free["makespan"] <= found["makespan"] and max(free["peak_activations"]) <= 4
 
 

@@ -58,6 +58,29 @@ class Study:
         """Most activations of a rank, in microbatches of all its layers."""
         return max(self.report.peak) / self.v
 
+    @property
+    def unit(self) -> float:
+        """Simulated time of what figures are counted in, which is the same for any number of stages per rank: the unit
+        of the costs that were given, or the forward of all layers of a rank for one microbatch.
+        """
+        per_rank = bool(self.asked[6]) or self.found is not None
+        return 1.0 if per_rank else float(self.v)
+
+    @property
+    def unit_name(self) -> str:
+        """The unit in words."""
+        return "the unit of the costs" if self.asked[6] else "forwards of all layers of a rank for one microbatch"
+
+    @property
+    def time(self) -> float:
+        """Of a step, in `unit`."""
+        return self.report.makespan / self.unit
+
+    @property
+    def waits(self) -> tuple[float, ...]:
+        """For transfers alone, of every rank, in `unit`."""
+        return tuple(time / self.unit for time in self.report.exposed)
+
     def sharded(self, gradients: float, weights: float) -> Study:
         """The same under ZeRO-2, or 3 if `weights` is not negative: what of a rank's stages, which all count as 1, may
         wait for a sum, and may stay gathered.
@@ -70,25 +93,26 @@ class Study:
     def facts(self) -> dict[str, Any]:
         """The figures as JSON values."""
         path = critical_path(self.report)
-        report = self.report
+        report, unit = self.report, self.unit
         return {
             "schedule": self.table.name,
             "pp": self.p,
             "vpp": self.v,
             "microbatches": self.m,
             "placement": list(self.table.placement),
-            "makespan": report.makespan,
-            "makespan_grouped": report.makespan_grouped,
+            "unit": self.unit_name,
+            "makespan": self.time,
+            "makespan_grouped": report.makespan_grouped / unit,
             "bubble": self.bubble,
             "bubble_of_total": 1 - self.work / report.makespan,
-            "idle": list(report.idle),
+            "idle": [time / unit for time in report.idle],
             "peak_activations": [peak / self.v for peak in report.peak],
-            "exposed_transfers": list(report.exposed),
+            "exposed_transfers": list(self.waits),
             "critical_path": [str(link.action) for _, link in path],
             "gradients_waiting": list(report.waiting),
             "gradients_reduced": list(report.sums),
             "weights_gathered": list(report.gathers),
-            "critical_path_transfers": sum(link.end - link.start for _, link in path if isinstance(link, Travel)),
+            "critical_path_transfers": sum(x.end - x.start for _, x in path if isinstance(x, Travel)) / unit,
         }
 
 
@@ -98,8 +122,8 @@ def study(
     """A schedule by name; v = 0 means what it needs: 1, or 2 where it has several stages per rank.
 
     `auto` searches all placements for `memory` (0: what 1f1b keeps). `interleaved` with v = 1 is 1f1b. Without `costs`
-    every stage costs 1 forward, 1 input gradient, 1 weight gradient, and time is in forwards of a stage; with them they
-    are those of a whole rank.
+    a forward, an input gradient and a weight gradient take as long as each other; with them they are those of a whole
+    rank. Times that differ in v, or in the schedule alone, can be compared: see `Study.unit`.
     """
     asked = name, p, m, v, group, memory, costs
     if name == "auto" and p > 1:
