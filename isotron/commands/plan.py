@@ -17,6 +17,7 @@ from isotron.config.rules_streams import two_streams
 from isotron.config.schema import MODELS, PRESETS, RunConfig, changed, to_toml
 from isotron.core.errors import Problem, Refused, refuse
 from isotron.planner import report
+from isotron.planner.amounts import amount
 from isotron.planner.block_time import Place
 from isotron.planner.budget import within_budget
 from isotron.planner.efficiency import STACKS, stack_for
@@ -28,12 +29,12 @@ from isotron.planner.shapes import MILESTONES
 
 OWN = {
     "model": Option("model", "str", "", "a preset or a milestone; the sizes of a run's own options otherwise"),
-    "gpus": Option("gpus", "int", 0, "devices; 0 means those of the layout"),
+    "gpus": Option("gpus", "int", 0, "number of devices; 0 means those of the layout"),
     "gpu": Option("gpu", "str", "h100", "kind of device, or a .toml file that describes one"),
     "seq": Option("seq", "int", 0, "tokens per sequence; like --seq-length"),
     "global_batch": Option("global_batch", "int", 0, "sequences per step; like --global-batch-size"),
     "memory_limit": Option("memory_limit", "float", 0.0, "what a device may hold; 0 means 94 % of it", unit="GiB"),
-    "tokens": Option("tokens", "float", 0.0, "tokens of the whole run, for days and device-hours", unit="billions"),
+    "tokens": Option("tokens", "str", "", "tokens of the whole run (300B, 1.5T, 300e9), for days and device-hours"),
     "stack": Option("stack", "str", "", f"whose fitted efficiencies: {', '.join(STACKS)}; empty means the device's"),
     "scaling": Option("scaling", "str", "", "curve over numbers of devices", choices=("", "weak", "strong")),
     "top": Option("top", "int", 10, "layouts to show"),
@@ -84,7 +85,7 @@ def run(words: Sequence[str]) -> int:
         device, stack_for(device.name, flags["stack"]), "32bit" if config.train.dtype == "float32" else "16bit"
     )
     limit = flags["memory_limit"] * GIB or report.default_limit(place)
-    tokens = flags["tokens"] * 1e9 or (MILESTONES[name][5] * 1e9 if name in MILESTONES else 0.0)
+    tokens = amount("--tokens", flags["tokens"] or (f"{MILESTONES[name][5]:g}B" if name in MILESTONES else "0"))
     shape = MILESTONES[name][0] if name in MILESTONES else config.model
     if two_streams(config):
         facts = _without_time(config, flags, place, limit, bool(given.intersection(SEARCHED)))

@@ -8,6 +8,7 @@ from typing import Any
 
 from isotron.core.parallel.pipeline.picture import svg
 from isotron.core.parallel.pipeline.simulate import Costs, simulate
+from isotron.planner.amounts import in_words
 from isotron.planner.block_time import Place
 from isotron.planner.charts import Point, bars, plot
 from isotron.planner.hardware import GIB
@@ -34,7 +35,7 @@ def page(facts: Mapping[str, Any], job: Job, place: Place, title: str) -> str:
     if "why" in facts:
         parts.append(f'<p class="why">{escape(facts["why"])}</p>')
     parts += [f'<p class="warning">{escape(w)}</p>' for w in layout["warnings"]]
-    parts += ["<h2>Memory of every pipeline rank, GiB</h2>", _memory(layout["memory"])]
+    parts += ["<h2>Memory of a device of every pipeline rank, GiB</h2>", _memory(layout["memory"])]
     kinds = layout["time"]["kinds"]
     parts += ["<h2>Seconds of a step</h2>", bars([("step", kinds)], unit="s"), _times(layout["time"])]
     if job.layout.pp > 1:
@@ -62,13 +63,13 @@ def _head(f: Mapping[str, Any]) -> list[str]:
     if "run" in f:
         r = f["run"]
         out.append(
-            f"<p>{r['tokens'] / 1e9:g} billion tokens: {r['days']:.1f} days, {r['device_hours']:,.0f} device-hours.</p>"
+            f"<p>{in_words(r['tokens'])} tokens: {r['days']:.1f} days, {r['device_hours']:,.0f} device-hours.</p>"
         )
     return out
 
 
 def _memory(memory: Mapping[str, Any]) -> str:
-    rows = [(f"rank {i}", {k: r[k] / GIB for k in KINDS}) for i, r in enumerate(memory["ranks"])]
+    rows = [(f"pp rank {i}", {k: r[k] / GIB for k in KINDS}) for i, r in enumerate(memory["ranks"])]
     return bars(rows, memory["limit"] / GIB, "GiB")
 
 
@@ -81,7 +82,7 @@ def _times(time: Mapping[str, Any]) -> str:
 def timeline(job: Job, place: Place) -> str:
     """The first microbatches of the table, each stage as long as it is planned to take."""
     if job.layout.pp > MOST_RANKS:
-        return f"<p>{job.layout.pp} ranks are too many to draw; isotron schedule draws any table.</p>"
+        return f"<p>{job.layout.pp} pipeline ranks are too many to draw; isotron schedule draws any table.</p>"
     m = min(job.microbatches, 2 * job.layout.pp + job.microbatches % job.layout.pp)
     table, stages = job.layout.table(m), stage_seconds(job, place)
     forward, backward = [f.total for f, _ in stages], [b.total for _, b in stages]

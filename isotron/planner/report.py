@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from isotron.planner.advice import warnings
+from isotron.planner.amounts import in_words
 from isotron.planner.block_time import FORMS, Place
 from isotron.planner.definitions import utilisation
 from isotron.planner.hardware import GIB
@@ -110,7 +111,7 @@ def layout_lines(f: Mapping[str, Any]) -> list[str]:
         lines.append(f"  {name:<16} {u['tflops']:8.1f} TFLOP/s per device  {u['of_peak']:6.1%} of the peak")
     if "run" in f:
         r = f["run"]
-        lines.append(f"{r['tokens'] / 1e9:g} billion tokens: {r['steps']:,.0f} steps, {r['days']:.1f} days, "
+        lines.append(f"{in_words(r['tokens'])} tokens: {r['steps']:,.0f} steps, {r['days']:.1f} days, "
                      f"{r['device_hours']:,.0f} device-hours")  # fmt: skip
     lines += [f"warning: {w}" for w in f["warnings"]]
     return lines + remedy_lines(f)
@@ -131,15 +132,15 @@ def size_lines(f: Mapping[str, Any]) -> list[str]:
 
 
 def memory_lines(memory: Mapping[str, Any], ranks: int) -> list[str]:
-    """GiB by kind of the first, the fullest and the last pipeline rank."""
+    """GiB by kind of a device of the first, the fullest and the last pipeline rank."""
     shown = sorted({0, memory["fullest_rank"], ranks - 1})
-    lines = [f"{'GiB of a device':<18}" + "".join(f"{'rank ' + str(r):>10}" for r in shown)]
+    lines = [f"{'GiB of a device':<18}" + "".join(f"{f'pp rank {r}':>12}" for r in shown)]
     for kind in (*KINDS, "total", "host"):
         values = [memory["ranks"][r][kind] for r in shown]
         if any(values):
-            lines.append(f"  {kind:<16}" + "".join(f"{_gib(v):>10}" for v in values))
+            lines.append(f"  {kind:<16}" + "".join(f"{_gib(v):>12}" for v in values))
     verdict = "fits" if memory["fits"] else "OUT OF MEMORY"
-    return [*lines, f"  {'limit':<16}{_gib(memory['limit']):>10}  {verdict}"]
+    return [*lines, f"  {'limit':<16}{_gib(memory['limit']):>12}  {verdict}"]
 
 
 def time_lines(time: Mapping[str, Any]) -> list[str]:

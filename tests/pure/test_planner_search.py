@@ -17,6 +17,7 @@ from isotron.config.schema import PRESETS, RunConfig, changed
 from isotron.core.errors import Refused
 from isotron.core.parallel.plan import Layout
 from isotron.planner.advice import warnings
+from isotron.planner.amounts import amount, in_words
 from isotron.planner.block_time import Place
 from isotron.planner.efficiency import STACKS, stack_for
 from isotron.planner.hardware import GIB, find, known
@@ -191,9 +192,9 @@ BASE = ("--model", "llama3-8b", "--gpus", "8", "--seq", "4096", "--global-batch"
 
 
 def test_a_layout_as_table_and_json(capsys: pytest.CaptureFixture[str]) -> None:
-    layout = ("--tp", "2", "--pp", "2", "--sequence-parallel", "--tokens", "100")
+    layout = ("--tp", "2", "--pp", "2", "--sequence-parallel", "--tokens", "100B")
     text = plan(capsys, *BASE, *layout)
-    for word in ("weights", "moments", "activations", "bubble", "tokens/s", "of the peak", "100 billion tokens"):
+    for word in ("weights", "moments", "activations", "bubble", "tokens/s", "of the peak", "100B tokens", "pp rank 1"):
         assert word in text
     facts = json.loads(plan(capsys, *BASE, *layout, "--json"))
     assert facts["layout"]["dp"] == 2 and facts["memory"]["fits"] and len(facts["memory"]["ranks"]) == 2
@@ -234,9 +235,21 @@ def test_out_of_memory_names_changes(capsys: pytest.CaptureFixture[str]) -> None
     assert len(re.findall(r"^  --\S.* GiB .* s$", text, re.M)) == 3
 
 
+def test_numbers_of_tokens_as_people_write_them() -> None:
+    for text in ("300B", "300b", "0.3T", "300e9", "300E+9", "300_000_000_000", "300,000,000,000", "300000 M", "3e5M"):
+        assert amount("--tokens", text) == pytest.approx(3e11), text
+    assert [in_words(n) for n in (3e11, 1.5e13, 1.5e12, 2e6, 300)] == ["300B", "15T", "1.5T", "2M", "300"]
+    assert amount("--tokens", "0") == 0
+    for text in ("", "B", "-3B", "3X", "1e999", "nan", "3BB", "\u0663B"):
+        with pytest.raises(Refused, match="300e9"):
+            amount("--tokens", text)
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
+        (("--model", "llama3-8b", "--gpus", "8", "--tokens", "300"), "try:    --tokens 300B"),
+        (("--model", "llama3-8b", "--gpus", "8", "--tokens", "many"), "written as 300B, 1.5T, 300e9"),
         (("--model", "llama3-80b", "--gpus", "8"), "the milestones are"),
         (("--model", "llama2-7b"), "neither a number of devices nor a layout"),
         (("--model", "llama3-8b", "--gpus", "9", "--tp", "2"), "which do not divide 9"),
