@@ -1,11 +1,12 @@
 """One microbatch of token sequences: the same object on every pipeline stage and every tensor-parallel rank.
 
-B sequences, S positions. A token's loss counts `loss_mask` times; `labels` are already shifted (label i is the token
-after token i). `doc_ids` is None unless documents in a row must not see each other. `sample_ids` is the place of each
-sequence in consumption order over the whole run; dropout masks are keyed by it. Where an encoder reads another sequence
+B sequences, S positions. A token's loss counts `loss_mask` times; `labels` are what is predicted where a token stands:
+the token after it (so they are already shifted), or of an encoder what it was before it was masked. `doc_ids` is None
+unless documents in a row must not see each other. `sample_ids` is the place of each sequence in consumption order over
+the whole run; dropout masks are keyed by it. Where an encoder reads another sequence
 than the decoder, that is `source`, E positions of which the last of a row are padding: all from `source_lengths` on.
-Pictures are `images`, [pictures, patches, numbers of a patch] of a floating type, in the order in which the rows have
-them.
+Tokens of several types say theirs in `types`. Pictures are `images`, [pictures, patches, numbers of a patch] of a
+floating type, in the order in which the rows have them.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ Places = (
 
 @dataclass(frozen=True)
 class Batch:
-    """tokens_BS labels_BS positions_BS doc_ids_BS sample_ids_B, source_BE source_lengths_B: int64.
+    """tokens_BS labels_BS positions_BS doc_ids_BS types_BS sample_ids_B, source_BE source_lengths_B: int64.
 
     loss_mask_BS: float32. Of rows that are not whole here, for models that predict K tokens further: ahead_(K+1)BS, the
     labels of 0 to K places ahead, and ahead_mask_KBS.
@@ -90,6 +91,7 @@ class Batch:
     source: torch.Tensor | None = None
     source_lengths: torch.Tensor | None = None
     images: torch.Tensor | None = None
+    types: torch.Tensor | None = None
 
     def to(self, device: torch.device | str) -> Batch:
         """The same batch on another device."""

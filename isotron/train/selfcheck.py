@@ -116,6 +116,7 @@ def scaled_case(config: RunConfig, inject: str = "") -> Case:
         isolate=config.data.reset_attention_mask or config.data.pack_documents,
         inject=inject,
         source=SEQUENCE + SEQUENCE // 2 if getattr(config.model, "two_streams", False) else 0,
+        types=getattr(config.model, "type_vocab_size", 0),
     )
 
 

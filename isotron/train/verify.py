@@ -42,7 +42,7 @@ class Case:
     `masked_steps`: steps in which no token counts. `isolate`: two documents per sample that do not see each other.
     `frozen`: patterns of parameters that are not trained. `device`: "cpu", or "cuda" with one device per rank. `rows`:
     gives the samples of a range as a batch; random ones without it. `source`: longest sequence of an encoder, 0 for
-    models without one.
+    models without one. `types`: of tokens, drawn like them; 0 for models without types.
     """
 
     model: Any
@@ -61,6 +61,7 @@ class Case:
     device: str = "cpu"
     rows: Callable[[range], Batch] | None = None
     source: int = 0
+    types: int = 0
     # epsilon far above rounding keeps Adam from turning the last bit of a tiny gradient into a step
     optim: OptimConfig = OptimConfig(clip_grad=1.0, adam_eps=1e-6)
 
@@ -96,6 +97,13 @@ def _with_source(batch: Batch, case: Case, numbers: range) -> Batch:
     return replace(batch, source=torch.stack(rows), source_lengths=torch.tensor(lengths))
 
 
+def _with_types(batch: Batch, case: Case, numbers: range) -> Batch:
+    """With a type for every token."""
+    generators = (torch.Generator().manual_seed(key(case.seed, "types", n)) for n in numbers)
+    rows = [torch.randint(0, case.types, (case.sequence,), generator=g) for g in generators]
+    return replace(batch, types=torch.stack(rows))
+
+
 def microbatches(case: Case, step: int, dp: Group) -> list[Batch]:
     """This data-parallel rank's microbatches of one step."""
     share = case.micro_batch * dp.size
@@ -121,6 +129,7 @@ def microbatches(case: Case, step: int, dp: Group) -> list[Batch]:
         ids = torch.tensor(list(numbers))
         mask = torch.stack(masks) * (step not in case.masked_steps)
         batch = Batch(tokens[:, :-1], tokens[:, 1:], mask, positions, ids, docs)
+        batch = _with_types(batch, case, numbers) if case.types else batch
         batches.append(_with_source(batch, case, numbers) if case.source else batch)
     return batches
 

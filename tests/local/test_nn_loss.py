@@ -64,8 +64,9 @@ def test_value_and_gradients(sink: bool) -> None:
 def test_gradcheck(cap: float) -> None:
     h = head()
     h.softcap = cap
-    check = lambda x, w: _LinearCrossEntropy.apply(x, w, LABELS, MASK, 1.0, h)  # noqa: E731
-    assert torch.autograd.gradcheck(check, (hidden(), h.weight))
+    check = lambda x, w, b: _LinearCrossEntropy.apply(x, w, b, LABELS, MASK, 1.0, h)  # noqa: E731
+    bias = torch.linspace(-1, 1, len(h.weight), dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(check, (hidden(), h.weight, bias))
 
 
 @pytest.mark.parametrize("frozen", ["x", "w"])

@@ -53,10 +53,14 @@ class GPTConfig:
         """(hidden, attention) dropout probabilities."""
         return self.hidden_dropout, self.attention_dropout
 
+    @property
+    def branch_std(self) -> float:
+        """Standard deviation of what ends attention and MLP, whose results add up over the blocks."""
+        return float(self.init_method_std / (2 * self.num_layers) ** 0.5)
+
     def layout(self, padded_vocab: int) -> Table:
         """Parameter names -> placement. `padded_vocab` >= vocab_size rows are held for the vocabulary."""
-        d, f, v, std = self.hidden_size, self.ffn, self.vocab_size, self.init_method_std
-        out_std = std / (2 * self.num_layers) ** 0.5
+        d, f, v, std, out_std = self.hidden_size, self.ffn, self.vocab_size, self.init_method_std, self.branch_std
         heads = Part(self.num_attention_heads, self.head_size)
         vocab = Split(0, (Part(v, padded=padded_vocab),))
         embedding = Rule("embed.weight", (v, d), vocab, std=std)

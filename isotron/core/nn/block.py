@@ -133,6 +133,32 @@ class PostNormBlock(PreNormBlock):
         return self.mlp_norm(self.mlp(_narrow(x_BSD, self.mlp_norm), *context))
 
 
+class SumNormBlock(PreNormBlock):
+    """norm(x + attention(x)), then norm(x + mlp(x)): the norms stand on the residual stream. Source: Vaswani et al.
+    2017, section 3.1.
+    """
+
+    @contextmanager
+    def unasked(self, shape: torch.Size) -> Iterator[None]:
+        """The norm behind it reads what the MLP gives, unless the MLP is computed again on its own."""
+        alone = self.recompute_mlp or self.mlp_chunks > 1
+        with super().unasked(shape) if alone else nullcontext():
+            yield
+
+    def forward(self, x_BSD: Tensor, ctx: Context) -> Tensor:
+        """x_BSD."""
+        ids = ctx.batch.places
+        x = self.attention_norm(x_BSD + self.attention_dropout(self.attention(x_BSD, ctx), ids))
+        return self.mlp_norm(x + self.mlp_dropout(self._mlp(x), ids))
+
+    def _mlp(self, x_BSD: Tensor, *context: Context) -> Tensor:
+        again = self.recompute_mlp or self.mlp_chunks > 1
+        return self._mlp_again(x_BSD, *context) if again else self._mlp_of(x_BSD, *context)
+
+    def _mlp_of(self, x_BSD: Tensor, *context: Context) -> Tensor:
+        return self.mlp(x_BSD, *context)
+
+
 class SandwichBlock(PreNormBlock):
     """Norms before attention and MLP, and norms of their results (`after`) before these are added."""
 

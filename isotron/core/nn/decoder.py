@@ -166,12 +166,14 @@ class Decoder(nn.Module):
         return self.around.leave(name, unit(self.around.enter(name, x)))
 
     def start(self, batch: Batch) -> Tensor:
-        """Embedded tokens, with learned positions and dropout where the family has them."""
+        """What the first block takes: embedded tokens, with dropout."""
+        return self.dropout(self.looked_up(batch), batch.places)
+
+    def looked_up(self, batch: Batch) -> Tensor:
+        """Embedded tokens, with learned positions where the family has them."""
         x = self._through("embed", batch.tokens, self.embed)
         x = x if self.widths is None else x.to(self.widths[0])
-        if "positions" in self.ends:
-            x = x + self._through("positions", batch.positions, self.positions)
-        return self.dropout(x, batch.places)
+        return x + self._through("positions", batch.positions, self.positions) if "positions" in self.ends else x
 
     def forward(self, batch: Batch, boundary: Boundary, weight: float) -> tuple[Boundary, Terms]:
         """The next boundary and the terms of the loss: name -> (sum over tokens, its weight in the loss)."""

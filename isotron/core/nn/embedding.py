@@ -65,7 +65,7 @@ class Embedding(nn.Module):
 
 
 class Positions(nn.Module):
-    """Learned positions, added to the local part of the sequence."""
+    """Learned positions (or types of tokens), added to the local part of the sequence."""
 
     def __init__(self, longest: int, size: int) -> None:
         super().__init__()

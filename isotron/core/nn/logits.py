@@ -44,12 +44,13 @@ class Sums(NamedTuple):
 class Chunks:
     """What one call of the loss works on, chunk by chunk.
 
-    `w_VD` the rows of vocabulary without padding, `labels_N` and `mask_N` of the tokens, `scale` what the gradients are
-    multiplied with, `rows` the tokens of a chunk. Mask and scale enter before the gradient of the logits is rounded:
-    float16 has no room for small probabilities, and what follows needs no passes of its own.
+    `w_VD` and `bias_V` the rows of vocabulary without padding, `labels_N` and `mask_N` of the tokens, `scale` what the
+    gradients are multiplied with, `rows` the tokens of a chunk. Mask and scale enter before the gradient of the logits
+    is rounded: float16 has no room for small probabilities, and what follows needs no passes of its own.
     """
 
     w_VD: Tensor
+    bias_V: Tensor | None
     labels_N: Tensor
     mask_N: Tensor
     scale: float
@@ -73,7 +74,7 @@ class Chunks:
 
     def gradient(self, part: slice, x_CD: Tensor, out: Tensor, sums: Sums | None = None) -> tuple[Tensor, Tensor, Sums]:
         """(gradient of the logits [C, V] in `out`, losses [C], sums); with `sums` of a call before nobody is asked."""
-        logits = _product(x_CD, self.w_VD.t(), out[: len(x_CD)])
+        logits = _product(x_CD, self.w_VD.t(), out[: len(x_CD)], self.bias_V)
         slope = _cap(logits, self.softcap) if self.softcap else None
         losses, sums = loss_gradient(logits, self.labels_N[part], self.row(part), self.vocab, sums)
         if slope is not None:
@@ -85,11 +86,15 @@ class Chunks:
         _product(logits_CV, self.w_VD, out_CD)
 
 
-def _product(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
-    """a @ b into `out`."""
+def _product(a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None = None) -> Tensor:
+    """a @ b + bias into `out`."""
     step = HOST_ROWS if a.device.type == "cpu" and a.dtype == torch.bfloat16 else max(len(a), 1)
     for start in blocks.starts(len(a), step):
-        torch.mm(a[start : start + step], b, out=out[start : start + step])
+        part = slice(start, start + step)
+        if bias is None:
+            torch.mm(a[part], b, out=out[part])
+        else:
+            torch.addmm(bias, a[part], b, out=out[part])
     return out
 
 

@@ -19,13 +19,13 @@ def label_scores(head: Head, x_BSD: Tensor, labels_BS: Tensor, mask_BS: Tensor) 
     full_BSD = x_BSD if head.enter is None else head.enter.forward(x_BSD).wait()
     counts = mask_BS.flatten() != 0
     rows_ND, labels_N = full_BSD.flatten(0, 1)[counts], labels_BS.flatten()[counts]
-    weight, softcap = head.weight[: head.real], head.softcap
+    weight, bias, softcap = *head.held(), head.softcap
     wide = torch.promote_types(rows_ND.dtype, torch.float32)
     found_N2 = torch.empty(len(labels_N), 2, dtype=wide, device=rows_ND.device)
     step = max(16, CHUNK_BYTES // (wide.itemsize * max(1, head.weight.shape[0])))
     for start in range(0, len(labels_N), step):
         part = slice(start, start + step)
-        logits_NV = (rows_ND[part] @ weight.t()).to(wide)
+        logits_NV = torch.nn.functional.linear(rows_ND[part], weight, bias).to(wide)
         if softcap:
             logits_NV = logits_NV.div_(softcap).tanh_().mul_(softcap)
         found_N2[part] = _scores(logits_NV, labels_N[part], head.vocab)

@@ -16,7 +16,7 @@ from isotron.core.optim.config import ABSENT, METHODS, OptimConfig
 from isotron.core.optim.mup import rate_factor
 
 KEYS = ("lr_mult", "wd_mult", "optimizer")
-NOT_HIDDEN = ("embed.*", "positions.*", "head.*", "*embed*", "*lm_head*")
+NOT_HIDDEN = ("embed.*", "positions.*", "types.*", "head.*", "*embed*", "*lm_head*")
 EXAMPLE = "embed.*:lr_mult=0.1,wd_mult=0"
 
 

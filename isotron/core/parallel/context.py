@@ -42,7 +42,7 @@ def local_batch(batch: Batch, index: int, count: int, depths: int = 0) -> Batch:
     here = torch.tensor(slots(runs[index]), device=batch.tokens.device)
     fields = {
         name: getattr(batch, name).index_select(-1, here)
-        for name in ("tokens", "labels", "loss_mask", "positions", "doc_ids", "ahead", "ahead_mask")
+        for name in ("tokens", "labels", "loss_mask", "positions", "doc_ids", "types", "ahead", "ahead_mask")
         if getattr(batch, name) is not None
     }
     return replace(batch, **fields, part=Part(runs, batch.cuts, batch.positions))

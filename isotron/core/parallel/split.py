@@ -93,15 +93,17 @@ def model_costs(config: Any) -> LayerCosts:
     """Multiply-adds per token from the layout table of a model: matrices, attention scores, the output layer.
 
     Blocks may differ (rules for single layer numbers count for those); of experts a token meets those that it visits;
-    looking up an embedding costs nothing. Modules that predict further tokens stand on the last stage. Of an encoder
-    and a decoder each block counts for the tokens of its own rows, so these are multiply-adds of a pair.
+    looking up an embedding costs nothing. What stands before the output layer, and modules that predict further tokens,
+    are on the last stage. Of an encoder and a decoder each block counts for the tokens of its own rows, so these are
+    multiply-adds of a pair.
     """
     if hasattr(config, "multiplications"):
         pairs, output = config.multiplications(max(config.max_position_embeddings, 1))
         return LayerCosts(tuple(m + s for m, s in pairs), 0.0, output, tuple(s for _, s in pairs), output)
     visited: Callable[[str], float] = getattr(config, "visited", lambda pattern: 1.0)
     rules = [rule for rule in config.layout(max(config.vocab_size, 1)).rules if len(rule.shape) >= 2]
-    attention = float(config.num_attention_heads * config.head_size * max(config.max_position_embeddings, 0))
+    seen = 1 if getattr(config, "causal", True) else 2  # of a row, in halves
+    attention = float(seen * config.num_attention_heads * config.head_size * max(config.max_position_embeddings, 0))
 
     def products(begins: str) -> float:
         own = (r for r in rules if fnmatchcase(begins, ".".join(r.pattern.split(".")[: begins.count(".") + 1])))
@@ -112,7 +114,8 @@ def model_costs(config: Any) -> LayerCosts:
     head = float(sum(prod(r.shape) for r in rules if r.pattern.startswith("head.")))
     head = (head or products("embed")) * (1 + depths)  # a tied output layer has no entry of its own
     ahead = sum(attention + products(f"mtp.{k}") for k in range(depths))
-    return LayerCosts(blocks, 0.0, head + ahead, (attention,) * len(blocks), head)
+    behind = products("transform") + ahead
+    return LayerCosts(blocks, 0.0, head + behind, (attention,) * len(blocks), head)
 
 
 def balanced_counts(costs: LayerCosts, stages: int) -> list[int]:

@@ -19,7 +19,7 @@ from torch import Tensor
 from isotron.core.parallel.shards import Bucket
 
 NO_LOOKBACK = frozenset(
-    {"embed", "positions", "encoder_bias", "decoder_bias", "head"}
+    {"embed", "positions", "types", "encoder_bias", "decoder_bias", "head"}
 )  # their backwards need no weights
 
 
