@@ -10,7 +10,7 @@ __version__ = "0.1.0"
 def __getattr__(name: str) -> Any:
     """`isotron.initialize`, loaded when it is asked for: the command line answers without torch."""
     if name == "initialize":
-        from isotron.core.engine.engine import initialize
+        from isotron.core.engine.initialize import initialize
 
         return initialize
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -57,8 +57,11 @@ def run(words: Sequence[str]) -> int:
     config, directory = with_directories(prepared.config, world)
     config = going_on(config, world is not None and started_again())
     if world is None:
-        given = {"--run-dir": prepared.config.log.run_dir, "--save": prepared.config.checkpoint.save}
-        try_out({option: Path(path) for option, path in given.items() if path} or {"--save": Path(directory)})
+        asked = prepared.config
+        given = {"--run-dir": asked.log.run_dir, "--save": asked.checkpoint.save}
+        given = given if any(given.values()) else {"--save": directory}
+        given["--local-save"] = asked.checkpoint.local_save
+        try_out({option: Path(path) for option, path in given.items() if path})
     processes = 1 if world is not None else config.layout.world
     return run_local(MAIN, processes, (config, directory))
 

@@ -221,33 +221,6 @@ def _mup(c: RunConfig, f: Facts) -> Problem:
     return Problem(asked(c, "mup_base_hidden_size", "tie_embeddings", "optimizer"), case, fix)
 
 
-def _save_is_file(c: RunConfig, f: Facts) -> Problem:
-    return Problem(
-        asked(c, "save"), "it is a file, and checkpoints need a directory", f"--save {c.checkpoint.save}-checkpoints"
-    )
-
-
-def _finetune_source(c: RunConfig, f: Facts) -> Problem:
-    case = "it takes the weights of a model, and none is named"
-    return Problem(asked(c, "finetune", "load"), case, "--load runs/first")
-
-
-def _finetune_place(c: RunConfig, f: Facts) -> Problem:
-    case = "the new run begins at step 0 and would write over the one that it begins with"
-    return Problem(asked(c, "finetune", "load", "save"), case, f"--save {c.checkpoint.save}-finetuned")
-
-
-def _keep_every(c: RunConfig, f: Facts) -> Problem:
-    case = "it keeps checkpoints that keep_last would remove, and keep_last 0 removes none"
-    return Problem(asked(c, "keep_every", "keep_last"), case, f"--keep-every {c.checkpoint.keep_every} --keep-last 2")
-
-
-def _local_save(c: RunConfig, f: Facts) -> Problem:
-    case = "a directory and how often belong together, more often than save_interval, which goes to save"
-    fix = f"--local-save {c.checkpoint.local_save or '/dev/shm/run'} --local-save-interval 10"
-    return Problem(asked(c, "local_save", "local_save_interval"), case, fix)
-
-
 _FAULT = re.compile(r"(kill|kill-save|term|hang|slow|nan|glitch|bitflip|diskfull)@[1-9]\d*:\d+", re.ASCII)
 
 
@@ -391,17 +364,6 @@ RUN_RULES: tuple[Rule, ...] = (
          and {c.optim.exp_avg_dtype, c.optim.exp_avg_sq_dtype} != {"float32"}, _adafactor),
     Rule("remainders of bfloat16", ("master_remainders", "dtype"),
          lambda c, f: c.optim.master_remainders and c.train.dtype != "bfloat16", _remainders),
-    Rule("save is a directory", ("save",),
-         lambda c, f: bool(c.checkpoint.save) and f.is_file(c.checkpoint.save), _save_is_file),
-    Rule("fine-tuning needs weights", ("finetune", "load"),
-         lambda c, f: c.checkpoint.finetune and not c.checkpoint.load, _finetune_source),
-    Rule("fine-tuning goes elsewhere", ("finetune", "load", "save"),
-         lambda c, f: c.checkpoint.finetune and bool(c.checkpoint.load) and c.checkpoint.load == c.checkpoint.save,
-         _finetune_place),
-    Rule("kept beside the last", ("keep_every", "keep_last"),
-         lambda c, f: c.checkpoint.keep_every > 0 and not c.checkpoint.keep_last, _keep_every),
-    Rule("local saves", ("local_save", "local_save_interval"),
-         lambda c, f: bool(c.checkpoint.local_save) != bool(c.checkpoint.local_save_interval), _local_save),
     Rule("faults on purpose", ("inject",), lambda c, f: bool(_bad_faults(c)), _faults),
     Rule("spikes stand out", ("spike_factor",),
          lambda c, f: c.faults.spike_factor != 0 and not c.faults.spike_factor > 1, _spike),

@@ -20,9 +20,9 @@ from isotron.core.errors import Problem, Refused, refuse
 SECONDS_TO_END = 10.0  # a run that was just killed may still be ending when the same command starts again
 
 
-def try_out(places: dict[str, Path]) -> None:
-    """Make each directory and write to it; refuses all that cannot be written to, together."""
-    problems = [p for option, path in places.items() for p in _unwritable(option, path)]
+def try_out(places: dict[str, Path], inside: str = "") -> None:
+    """Make each directory, or one `inside` it, and write to it; refuses all that cannot be written to, together."""
+    problems = [p for option, path in places.items() for p in _unwritable(option, path, inside)]
     if problems:
         raise Refused(problems)
 
@@ -45,10 +45,10 @@ def claim(ranks: Ranks, places: dict[str, Path], stack: ExitStack) -> None:
     together(ranks, f"write to {', '.join(map(str, places.values()))}", on_first)
 
 
-def _unwritable(option: str, path: Path) -> list[Problem]:
+def _unwritable(option: str, path: Path, inside: str) -> list[Problem]:
     try:
-        path.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path) as probe:
+        (path / inside).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path / inside) as probe:
             probe.write(b"0" * 4096)
             probe.flush()
     except OSError as error:

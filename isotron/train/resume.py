@@ -13,12 +13,14 @@ from isotron.core.checkpoint.group import GroupRanks
 from isotron.core.checkpoint.locate import find_together
 from isotron.core.checkpoint.near import Near
 from isotron.core.checkpoint.near_source import NearSource, find_near
+from isotron.core.checkpoint.ranks import together
 from isotron.core.errors import Refused, refuse
 from isotron.hub.foreign import is_foreign
 from isotron.launch import World
 from isotron.train.begin import begin, is_weights_only
 from isotron.train.nextloss import FILE as NEXT_LOSS
 from isotron.train.nextloss import Facts, read_expected
+from isotron.train.places import try_out
 from isotron.train.state import TrainState, load_near, load_state
 
 RUN_NAME = "local_run"  # file in the run directory: the name that its steps elsewhere carry
@@ -35,6 +37,8 @@ def nearby(
     sizes = apart.broadcast_json(names)
     run = apart.broadcast_json(_run_name(saves) if apart.rank == 0 else None)
     near = Near(Path(given.local_save), run, max(sizes), apart.group)
+    place = {"--local-save": near.directory}
+    together(apart, f"save to {near.directory}", lambda: try_out(place, near.home.name) if near.leads else None)
     if not near.copies:
         case = "one node" if apart.size <= near.node_ranks else "nodes with unequal numbers of ranks"
         say(f"isotron: checkpoints in {given.local_save} have no copy on another node: {case}")

@@ -26,7 +26,7 @@ TINY = shlex.split(
 )
 
 
-@pytest.mark.parametrize("option", ["--run-dir", "--save"])
+@pytest.mark.parametrize("option", ["--run-dir", "--save", "--local-save"])
 @pytest.mark.parametrize("kind", ["a file", "below a file", "a link to nothing", "not for us"])
 def test_a_place_that_cannot_be_written_to_is_refused_before_the_first_step(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str, kind: str
@@ -39,7 +39,8 @@ def test_a_place_that_cannot_be_written_to_is_refused_before_the_first_step(
         "a link to nothing": tmp_path / "link",
         "not for us": Path("/proc/isotron"),
     }
-    other = ["--run-dir", str(tmp_path / "fine")] if option == "--save" else []
+    other = [] if option == "--run-dir" else ["--run-dir", str(tmp_path / "fine")]
+    other += ["--local-save-interval", "1"] if option == "--local-save" else []
     assert main([*TINY, *other, option, str(paths[kind])]) == 2
     said = capsys.readouterr()
     assert f"asked:  {option} {paths[kind]}" in said.err

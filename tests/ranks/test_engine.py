@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -180,18 +183,103 @@ def test_batches_data_and_the_loader() -> None:
     assert engine.hidden is engine.module.hidden
 
 
+class Mpu:
+    """What DeepSpeed asks a unit of model parallelism."""
+
+    def __init__(self, ways: int) -> None:
+        self.ways = ways
+
+    def get_model_parallel_world_size(self) -> int:
+        return self.ways
+
+
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("call", "words"),
     [
-        ({"optimizer": None}, "neither the config nor the call"),
+        ({"config": {"train_batch_size": 1}}, "neither the config nor the call"),
+        ({"config": None}, "there is no config"),
+        ({"config": None, "args": Namespace(local_rank=0)}, r"args \(Namespace\) has no deepspeed_config"),
+        ({"args": Namespace(deepspeed_config="ds.json")}, "with args.deepspeed_config and config"),
+        ({"config_params": {}}, "with config and config_params"),
+        ({"config": None, "args": Namespace(deepspeed_config=3)}, "of type int"),
+        ({"model": None}, "the model is missing"),
+        ({"model": Namespace()}, "each by its name"),
+        ({"mpu": Mpu(2)}, "splits a model over 2"),
+        ({"mesh_param": (2, 2)}, "none shares a sequence"),
+        ({"distributed_port": 29501}, "torchrun --master-port"),
     ],
 )
-def test_what_an_engine_cannot_do_is_refused(changes: dict[str, Any], words: str) -> None:
+def test_what_an_engine_cannot_do_is_refused(call: dict[str, Any], words: str) -> None:
     with pytest.raises(Refused, match=words):
-        isotron.initialize(bodies.net(), bodies.config(**changes))
+        isotron.initialize(**{"model": bodies.net(), "config": bodies.config(), **call})
 
 
-def test_optimizers_that_are_not_known_are_refused(tmp_path: Path) -> None:
+def test_the_call_as_deepspeed_users_write_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """args with a path or a dict, the older name, an optimizer that is made; processes that must meet first."""
+    (tmp_path / "ds.json").write_text(json.dumps(bodies.config()))
+    ways: list[dict[str, Any]] = [
+        {"args": Namespace(deepspeed_config=str(tmp_path / "ds.json"), local_rank=0)},
+        {"args": Namespace(deepspeed_config=bodies.config())},
+        {"config_params": bodies.config(), "mpu": Mpu(1), "dist_init_required": True},
+    ]
+    for way in ways:
+        model = bodies.net()
+        engine, *_ = isotron.initialize(model=model, model_parameters=model.parameters(), **way)
+        assert engine.train_batch_size() == 8 and engine.get_lr() == [0.05]
+    made, optimizer, *_ = isotron.initialize(
+        model=bodies.net(), config=bodies.config(optimizer=None), optimizer=lambda p: torch.optim.SGD(p, lr=0.5)
+    )
+    assert made.get_lr() == [0.5] and isinstance(optimizer, torch.optim.SGD)
+    met: list[str] = []
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr("torch.distributed.init_process_group", met.append)
+    with pytest.raises(Refused, match="2 processes, and they have no process group"):
+        isotron.initialize(model=bodies.net(), config=bodies.config(), dist_init_required=False)
+    assert met == []
+    isotron.initialize(model=bodies.net(), config=bodies.config())
+    assert met == ["gloo"]
+
+
+def test_tags_and_the_latest_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Without a tag the last save, tagged or not; parts of one; nothing is said and is (None, None)."""
+    cfg = bodies.config(scheduler={"type": "WarmupLR", "params": {"warmup_max_lr": 0.1, "warmup_num_steps": 9}})
+    engine, *_ = isotron.initialize(bodies.net(), cfg)
+    assert engine.load_checkpoint(tmp_path) == (None, None) and "there is no checkpoint" in caplog.text
+    assert engine.load_checkpoint(tmp_path / "none") == (None, None)
+    with pytest.raises(Refused, match=r"tag='gone'\)\nbut:    it holds no checkpoint"):
+        engine.load_checkpoint(tmp_path, tag="gone")
+    for tag, latest in (("best", True), (None, True), (7, True), ("aside", False)):
+        bodies.run(engine, engine.global_steps, engine.global_steps + 1)
+        engine.save_checkpoint(tmp_path, tag, {"tag": tag}, save_latest=latest)
+    fresh, *_ = isotron.initialize(bodies.net(), cfg)
+    path, client = fresh.load_checkpoint(tmp_path)
+    assert client == {"tag": 7} and str(path).startswith(str(tmp_path / "7")) and fresh.global_steps == 3
+    for tag, steps in (("best", 1), ("step_00000002", 2), ("aside", 4)):
+        assert fresh.load_checkpoint(tmp_path, tag)[0] and fresh.global_steps == steps
+    shutil.rmtree(tmp_path / "7")
+    assert fresh.load_checkpoint(tmp_path)[1] == {"tag": None}  # the newest that is there, and that is said
+    assert "holds '7'" in caplog.text
+    only, *_ = isotron.initialize(bodies.net(), cfg)
+    rate = only.get_lr()
+    only.load_checkpoint(tmp_path, "aside", load_module_only=True)
+    assert only.global_steps == only.state.updates == 0 and only.get_lr() == rate
+    same(bodies.state_of(only), bodies.state_of(engine))
+    only.load_checkpoint(tmp_path, "aside", load_optimizer_states=False, load_lr_scheduler_states=False)
+    assert only.global_steps == 4 and only.state.updates == 0 and only.get_lr() == rate
+    for tag in ("a/b", "..", "latest", "step_00000009", ""):
+        with pytest.raises(Refused, match="a tag names a directory"):
+            engine.save_checkpoint(tmp_path, tag)
+    with pytest.raises(Refused, match="every weight of the module"):
+        engine.load_checkpoint(tmp_path, load_module_strict=False)
+    with pytest.raises(Refused, match="by their names"):
+        engine.load_checkpoint(tmp_path, custom_load_fn=print)
+    with pytest.raises(Refused, match="exclude_frozen_parameters"):
+        engine.save_checkpoint(tmp_path, exclude_frozen_parameters=True)
+    with pytest.raises(Refused, match="without a tag a checkpoint is a step"):
+        engine.save_checkpoint(tmp_path, save_latest=False)
+
+
+def test_optimizers_that_are_not_known_are_refused() -> None:
     model = bodies.net()
     with pytest.raises(Refused, match="AdamW, Adam, SGD and Adafactor of torch"):
         isotron.initialize(model, bodies.config(), optimizer=torch.optim.Adagrad(model.parameters()))
@@ -200,8 +288,6 @@ def test_optimizers_that_are_not_known_are_refused(tmp_path: Path) -> None:
     engine, optimizer, *_ = isotron.initialize(model, bodies.config())
     with pytest.raises(Refused, match="engine.step"):
         optimizer.step()
-    with pytest.raises(Refused, match="holds no checkpoint"):
-        engine.load_checkpoint(tmp_path)
     with pytest.raises(Refused, match="none of its parameters requires a gradient"):
         isotron.initialize(nn.Linear(2, 2).requires_grad_(False), bodies.config(), model_parameters=[torch.zeros(1)])
 

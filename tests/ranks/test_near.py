@@ -86,7 +86,7 @@ def test_other_layouts_other_runs_and_other_places(ranks: Any, tmp_path: Path) -
     assert f"resumed from {near}" in heard  # every checkpoint of the run is damaged, that of a node is not
     damage(home)
     shutil.rmtree(kept)
-    with pytest.raises(Refused, match=r"manifest\.json is missing, damaged"):
+    with pytest.raises(Refused, match=r"manifest\.json is damaged, what it holds is no JSON"):
         ranks(1, runs.train, runs.changed(cfg, train_iters=16), str(home))
     for manifest, text in whole.items():
         manifest.write_text(text)
@@ -157,11 +157,22 @@ def flip(file: Path) -> None:
     file.write_bytes(data)
 
 
-def test_a_full_directory_costs_that_save_alone(ranks: Any, tmp_path: Path) -> None:
-    home = tmp_path / "run"
-    (tmp_path / "near").write_text("no directory")
-    leaves = {"local_save": str(tmp_path / "near"), "local_save_interval": 2, "local_save_ranks": 1}
+def test_a_directory_that_takes_nothing_is_refused_at_the_start_and_later_costs_that_save_alone(
+    ranks: Any, tmp_path: Path
+) -> None:
+    """Refused when it is another node's too, and when it is an address; then a save that finds a file in its way."""
+    home, near = tmp_path / "run", tmp_path / "near"
+    leaves = {"local_save": str(near), "local_save_interval": 2, "local_save_ranks": 1}
     cfg = runs.config("llama", dp=2, save=str(home), train_iters=4, save_interval=4, **leaves)
+    near.mkdir()
+    (near / "node_00001").write_text("no directory")
+    with pytest.raises(Refused, match=rf"--local-save {near}\nbut:    nothing can be written .*\(rank 1 of 2\)"):
+        ranks(2, runs.train, cfg, str(home))
+    (near / "node_00001").unlink()
+    with pytest.raises(Refused, match="--remote-save file:///proc/no\nbut:    nothing can be written there"):
+        ranks(2, runs.train, runs.changed(cfg, remote_save="file:///proc/no"), str(home))
+    assert not (home / "metrics.jsonl").exists()
+    (near / "node_00001" / "step_00000002.tmp").write_text("in the way")
     assert ranks(2, runs.train, cfg, str(home)) == [0, 0]
     events = [json.loads(line) for line in (home / "metrics.jsonl").read_text().splitlines()]
     assert [e for e in events if e.get("event") == "local_save_failed"] and Path(runs.step_dir(home, 4)).is_dir()

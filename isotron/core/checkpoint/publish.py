@@ -46,15 +46,20 @@ def publish(run: Path, name: str, keep_last: int, keep_every: int = 0) -> Path:
         os.replace(step, old)
     os.replace(new, step)
     sync_directory(run)
+    point(run, name)
+    if old.exists():
+        _remove(old)
+    prune(run, step, keep_last, keep_every)
+    return step
+
+
+def point(run: Path, name: str) -> None:
+    """Make `latest` name something in the run directory, at once or not at all."""
     pointer = run / f"{LATEST}.tmp"
     pointer.unlink(missing_ok=True)
     write_blocks(pointer, iter([f"{name}\n".encode()]))
     os.replace(pointer, run / LATEST)
     sync_directory(run)
-    if old.exists():
-        _remove(old)
-    prune(run, step, keep_last, keep_every)
-    return step
 
 
 def prune(run: Path, current: Path, keep_last: int, keep_every: int = 0) -> None:

@@ -36,6 +36,19 @@ def _opened(url: str) -> tuple[Any, str]:
     return system, str(root).rstrip("/")
 
 
+def try_remote(url: str) -> None:
+    """Write a small object to `url` and remove it; refuses an address that takes none, before it is needed."""
+    system, root = _opened(url)
+    name = f"{root}/.try-{os.urandom(8).hex()}"
+    try:
+        system.makedirs(root, exist_ok=True)
+        system.pipe_file(name, b"0")
+        system.rm(name)
+    except Exception as error:  # every storage has errors of its own
+        case = f"nothing can be written there: {type(error).__name__}: {error}"
+        raise refuse(f"--remote-save {url}", case, "an address that this user may write to, or leave it out") from error
+
+
 def push(step_dir: Path, url: str, keep_last: int = 0, keep_every: int = 0) -> str:
     """Copy a complete step to `url`, point `latest` at it, and prune there as on the disk; its address.
 
@@ -69,15 +82,20 @@ def fetch(url: str, cache: Path, log: Callable[[str], None]) -> Path | None:
     system, root = _opened(url)
     last = root.rpartition("/")[2]
     damage: list[Problem] = []
+    passed: list[str] = []  # said where another is found: a refusal says it itself
     named = [last] if STEP.fullmatch(last) else []
     for name in named or list(_complete(system, root)):
         home = root.rpartition("/")[0] if named else root
         try:
-            return _fetched(system, f"{home}/{name}", cache / name)
+            found = _fetched(system, f"{home}/{name}", cache / name)
         except (Refused, OSError) as error:
             problems = error.problems if isinstance(error, Refused) else (_failed(url, error),)
             damage += problems
-            log(f"checkpoint {url}/{name} is not whole, looking for another: {problems[0].case}")
+            passed.append(f"checkpoint {url}/{name} is not whole, looking for another: {problems[0].case}")
+            continue
+        for line in passed:
+            log(line)
+        return found
     if damage:
         raise Refused(damage)
     return None

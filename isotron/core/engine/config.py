@@ -48,6 +48,12 @@ TUNING: dict[str, tuple[str, ...]] = {
     "offload_param": ("pin_memory", "buffer_count", "buffer_size", "max_in_cpu"),
     "bf16": (), "fp16": (), "optimizer": (), "scheduler": (), "data_types": (),
 }  # fmt: skip
+# where each table stands
+PLACES = {
+    "": "", "data_types": "data_types", "fp16": "fp16", "bf16": "bf16", "optimizer": "optimizer",
+    "params": "optimizer.params", "scheduler": "scheduler", "zero_optimization": "zero_optimization",
+    "offload_optimizer": "zero_optimization.offload_optimizer", "offload_param": "zero_optimization.offload_param",
+}  # fmt: skip
 METHODS = {"adam": "adamw", "adamw": "adamw", "sgd": "sgd", "lion": "lion", "fusedadam": "adamw", "muon": "muon"}
 PARAMS = {
     "adamw": ("lr", "betas", "eps", "weight_decay", "adam_w_mode", "torch_adam", "bias_correction"),
@@ -133,11 +139,28 @@ def _unknown(tree: Mapping[str, Any]) -> Iterator[Problem]:
         for key, value in table.items():
             known = key in KEYS[name] or key in TUNING[name]
             if not known:
-                yield Problem(f'"{path}{key}"', _why(name), f"leave it out; known are {', '.join(KEYS[name])}")
+                homes = [_at(table, key) for table in PLACES if table != name and _belongs(table, key)]
+                why = f"it belongs into {' or '.join(PLACES[t] or 'the top level' for t in PLACES if _belongs(t, key))}"
+                fix = f"leave it out; known are {', '.join(KEYS[name])}"
+                yield Problem(f'"{path}{key}"', why if homes else _why(name), " or ".join(homes) or fix)
             elif key in KEYS and isinstance(value, Mapping):
                 yield from walk(value, key, f"{path}{key}.")
 
     return walk(tree, "", "")
+
+
+def _belongs(table: str, key: str) -> bool:
+    """Whether a key is known in a table."""
+    rules = {name for names in PARAMS.values() for name in names} if table == "params" else ()
+    return key in KEYS.get(table, ()) or key in TUNING.get(table, ()) or key in rules
+
+
+def _at(table: str, key: str) -> str:
+    """A key in its table, as it would be written."""
+    text = f'"{key}": {"{...}" if key in PLACES else "..."}'
+    for name in reversed(PLACES[table].split(".") if PLACES[table] else ()):
+        text = f'"{name}": {{{text}}}'
+    return text
 
 
 def _why(table: str) -> str:

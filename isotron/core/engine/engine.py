@@ -9,7 +9,7 @@ mean of all their losses. Every rank of the default process group is a data-para
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -18,15 +18,12 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
-from torch.utils.data.distributed import DistributedSampler
 
 from isotron.core import device as devices
 from isotron.core.engine import files
-from isotron.core.engine.config import EngineConfig, read
+from isotron.core.engine.config import EngineConfig
 from isotron.core.engine.held import Held
-from isotron.core.engine.rates import rate
-from isotron.core.engine.rules import from_config, from_torch, settings
+from isotron.core.engine.rules import settings
 from isotron.core.mesh import Group, Mesh
 from isotron.core.optim.clip import clip_factor, global_norm
 from isotron.core.optim.config import OptimConfig
@@ -188,59 +185,41 @@ class Engine:
     # ---- checkpoints -----------------------------------------------------------------------------------------------
 
     def save_checkpoint(
-        self, save_dir: str | Path, tag: str | None = None, client_state: Mapping[str, Any] | None = None
+        self,
+        save_dir: str | Path,
+        tag: str | int | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
     ) -> Path:
-        """Save weights, masters, moments and counters; every rank calls it. A `tag` is a directory of its own."""
-        return files.save(self, Path(save_dir) / (tag or ""), dict(client_state or {}))
+        """Save weights, masters, moments and counters; every rank calls it. A `tag` is a directory of its own.
 
-    def load_checkpoint(self, load_dir: str | Path, tag: str | None = None) -> tuple[str, dict[str, Any]]:
-        """Go on from a checkpoint of any number of ranks and stage: (its path, client state)."""
-        return files.load(self, Path(load_dir) / (tag or ""))
+        `save_latest`: it is what `load_checkpoint` without a tag takes.
+        """
+        files.refuse_parts(exclude_frozen_parameters=exclude_frozen_parameters)
+        return files.save(self, Path(save_dir), tag, dict(client_state or {}), save_latest)
+
+    def load_checkpoint(
+        self,
+        load_dir: str | Path,
+        tag: str | int | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Callable[..., Any] | None = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Go on from a checkpoint of any number of ranks and stage: (its path, client state).
+
+        Without a tag from the one that was saved last; (None, None) and a warning where there is none. Weights come
+        with their masters; `load_module_only` leaves moments, rates and counters as they are.
+        """
+        files.refuse_parts(not_strict=not load_module_strict, custom_load_fn=custom_load_fn)
+        wanted = files.Parts(load_optimizer_states, load_lr_scheduler_states, True)
+        return files.load(self, Path(load_dir), tag, files.Parts() if load_module_only else wanted)
 
 
 def data_parallel_group() -> Group:
     """All ranks of the default process group; this one alone without it."""
     world = dist.is_available() and dist.is_initialized()
     return Mesh(dist.get_rank(), dp=dist.get_world_size()).group("dp") if world else Mesh().group("dp")
-
-
-def initialize(
-    model: nn.Module,
-    config: Mapping[str, Any] | str | Path,
-    optimizer: torch.optim.Optimizer | None = None,
-    model_parameters: Iterable[Any] | None = None,
-    training_data: Dataset[Any] | None = None,
-    lr_scheduler: Any = None,
-    collate_fn: Callable[[list[Any]], Any] | None = None,
-    keep_float32: Sequence[str] = (),
-) -> tuple[Engine, torch.optim.Optimizer, DataLoader[Any] | None, Any]:
-    """(engine, optimizer, loader, scheduler) for a module and DeepSpeed's JSON, a dict or the path of a file.
-
-    `model_parameters`: the parameters, or groups of torch with `lr` and `weight_decay`, that the config's optimizer
-    trains. `lr_scheduler`: one on `optimizer`, or a function that makes one of an optimizer. `keep_float32`: patterns
-    of names of parameters and buffers that fp16 and bf16 do not cast, with the modules that they belong to.
-    """
-    cfg = read(config, data_parallel_group().size)
-    if optimizer is None:
-        trained = [p for p in model.parameters() if p.requires_grad]
-        optimizer, rule, optim = from_config(cfg, trained if model_parameters is None else model_parameters)
-    else:
-        rule, optim = from_torch(optimizer, cfg.optim)
-    engine = Engine(model, cfg, optimizer, rule, optim, keep_float32)
-    engine.lr_scheduler = _scheduler(cfg, optimizer, lr_scheduler)
-    return engine, optimizer, _loader(engine, training_data, collate_fn), engine.lr_scheduler
-
-
-def _scheduler(cfg: EngineConfig, optimizer: torch.optim.Optimizer, given: Any) -> Any:
-    if given is not None:
-        return given(optimizer) if callable(given) and not hasattr(given, "step") else given
-    if cfg.scheduler is None:
-        return None
-    return Scheduler(rate(cfg.scheduler, cfg.scheduler_params, cfg.lr), optimizer)
-
-
-def _loader(engine: Engine, data: Dataset[Any] | None, collate: Any) -> DataLoader[Any] | None:
-    if data is None:
-        return None
-    sampler: Any = DistributedSampler(data, engine.group.size, engine.group.index, shuffle=True, drop_last=True)
-    return DataLoader(data, engine.cfg.micro_batch, sampler=sampler, collate_fn=collate, drop_last=True)

@@ -9,12 +9,12 @@ from isotron.core.optim.method import Shared
 from isotron.core.optim.optimizer import Optimizer, Slot
 
 
-def load_slots(optimizer: Optimizer, source: TensorSource) -> None:
-    """Fill all state; names and shapes are checked for everything before any copy.
+def load_slots(optimizer: Optimizer, source: TensorSource, kind: str = "") -> None:
+    """Fill all state, or that whose name begins with `kind`; names and shapes are checked before any copy.
 
     Masters that the source lacks are its weights. State that is packed here is unpacked one tensor at a time.
     """
-    names, slots = set(source.names()), list(optimizer.slots())
+    names, slots = set(source.names()), [s for s in optimizer.slots() if s.name.startswith(kind)]
 
     def wanted(slot: Slot | Shared, tensor: Tensor | None) -> Wanted:
         name = slot.name if slot.name in names else slot.name.removeprefix("master/")

@@ -1,0 +1,66 @@
+"""Rules on checkpoints: where they go, how many stay, which one a fine-tuning begins with. PURE."""
+
+from __future__ import annotations
+
+from isotron.config.rules import Facts, Rule, asked
+from isotron.config.schema import RunConfig
+from isotron.core.errors import Problem
+
+
+def _is_file(leaf: str) -> Rule:
+    """A directory that is a file would be found out by the first save."""
+
+    def named(c: RunConfig) -> str:
+        return str(getattr(c.checkpoint, leaf))
+
+    def problem(c: RunConfig, f: Facts) -> Problem:
+        option = asked(c, leaf)
+        return Problem(option, "it is a file, and checkpoints need a directory", f"{option}-checkpoints")
+
+    name = f"{leaf} is a directory"
+    return Rule(name, (leaf,), lambda c, f: bool(named(c)) and f.is_file(named(c)), problem)
+
+
+def _finetune_source(c: RunConfig, f: Facts) -> Problem:
+    case = "it takes the weights of a model, and none is named"
+    return Problem(asked(c, "finetune", "load"), case, "--load runs/first")
+
+
+def _finetune_place(c: RunConfig, f: Facts) -> Problem:
+    case = "the new run begins at step 0 and would write over the one that it begins with"
+    return Problem(asked(c, "finetune", "load", "save"), case, f"--save {c.checkpoint.save}-finetuned")
+
+
+def _keep_every(c: RunConfig, f: Facts) -> Problem:
+    case = "it keeps checkpoints that keep_last would remove, and keep_last 0 removes none"
+    return Problem(asked(c, "keep_every", "keep_last"), case, f"--keep-every {c.checkpoint.keep_every} --keep-last 2")
+
+
+def _local_save(c: RunConfig, f: Facts) -> Problem:
+    case = "a directory and how often belong together, more often than save_interval, which goes to save"
+    fix = f"--local-save {c.checkpoint.local_save or '/dev/shm/run'} --local-save-interval 10"
+    return Problem(asked(c, "local_save", "local_save_interval"), case, fix)
+
+
+def _node(c: RunConfig, f: Facts) -> Problem:
+    ranks, world = c.checkpoint.local_save_ranks, c.layout.world
+    case = f"{ranks} ranks would share a node, and the run has {world}"
+    fix = f"--local-save-ranks {world}, or leave it out: as many as the launcher starts on each machine"
+    return Problem(asked(c, "local_save_ranks"), case, fix)
+
+
+SAVE_RULES: tuple[Rule, ...] = (
+    _is_file("save"),
+    _is_file("local_save"),
+    Rule("fine-tuning needs weights", ("finetune", "load"),
+         lambda c, f: c.checkpoint.finetune and not c.checkpoint.load, _finetune_source),
+    Rule("fine-tuning goes elsewhere", ("finetune", "load", "save"),
+         lambda c, f: c.checkpoint.finetune and bool(c.checkpoint.load) and c.checkpoint.load == c.checkpoint.save,
+         _finetune_place),
+    Rule("kept beside the last", ("keep_every", "keep_last"),
+         lambda c, f: c.checkpoint.keep_every > 0 and not c.checkpoint.keep_last, _keep_every),
+    Rule("local saves", ("local_save", "local_save_interval"),
+         lambda c, f: bool(c.checkpoint.local_save) != bool(c.checkpoint.local_save_interval), _local_save),
+    Rule("ranks of a node", ("local_save_ranks",),
+         lambda c, f: c.checkpoint.local_save_ranks > c.layout.world, _node),
+)  # fmt: skip
