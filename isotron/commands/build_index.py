@@ -12,7 +12,7 @@ from isotron.core.errors import refuse
 def build_index(config: RunConfig) -> int:
     """Build what the run will look for in its index cache, as one process without a model; returns the exit code."""
     from isotron.data.build import build_segments
-    from isotron.data.spans import masking
+    from isotron.data.masking import masking
     from isotron.tokenizers.build import build_tokenizer
     from isotron.train.feed import end_of
 

@@ -15,6 +15,7 @@ from isotron.config.check import check, finish
 from isotron.config.load import read
 from isotron.config.resume import Found, find_checkpoint
 from isotron.config.rules_streams import two_streams
+from isotron.config.rules_words import fills_words
 from isotron.config.schema import RunConfig, changed
 from isotron.core.errors import Problem, Refused
 
@@ -87,6 +88,10 @@ def model_config(
     asked = {n: g.value for n, g in parsed.given.items() if n in shared or n in TOKENIZER}
     config = changed(base, **{"dp": 1, **asked, "load": found.path, "sequence_parallel": False})
     devices = device_count(config.train.device)
+    if fills_words(config):
+        case = f"family {config.model.family} fills in masked words: it writes no text, and has no likelihood of one"
+        fix = "isotron train, which validates it, or isotron convert DIR RESULT --to hf to use it elsewhere"
+        problems.append(Problem(f"--load {load}", case, fix))
     if two_streams(config) and not pairs:
         case = f"family {config.model.family} has an encoder and a decoder, and this command runs decoders alone"
         problems.append(Problem(f"--load {load}", case, "isotron generate, or isotron train, which validates it"))

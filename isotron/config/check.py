@@ -15,6 +15,7 @@ from isotron.config.rules_layout import LAYOUT_RULES
 from isotron.config.rules_pipeline import PIPELINE_RULES
 from isotron.config.rules_run import RUN_RULES
 from isotron.config.rules_streams import SHORTEST_RULE, STREAM_RULES
+from isotron.config.rules_words import WORD_RULES
 from isotron.config.rules_zero import ZERO_RULES
 from isotron.config.schema import RunConfig, changed, value
 from isotron.core.errors import Problem
@@ -25,7 +26,7 @@ from isotron.data.spans import target_length
 FIRST: tuple[Rule, ...] = (*RANGES, PATTERN_RULE, SHORTEST_RULE)
 RULES: tuple[Rule, ...] = (
     *(*FIRST, *LAYOUT_RULES, *ZERO_RULES, *CONTEXT_RULES),
-    *(*EXPERT_RULES, *PIPELINE_RULES, *RUN_RULES, *STREAM_RULES),
+    *(*EXPERT_RULES, *PIPELINE_RULES, *RUN_RULES, *STREAM_RULES, *WORD_RULES),
 )
 
 

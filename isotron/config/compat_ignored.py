@@ -52,6 +52,7 @@ IGNORED: dict[str, tuple[int, str]] = {
     "--no-pin-cpu-params": (0, _OFFLOAD),
     "--use-megatron-fsdp": (0, _FSDP),
     "--use-custom-fsdp": (0, _FSDP),
+    "--bert-no-binary-head": (0, "whether a sentence follows another is not predicted"),
     "--attention-softmax-in-fp32": (0, "the softmax of attention always sums in float32"),
     "--no-query-key-layer-scaling": (0, "scores are never scaled by the layer number"),
     "--calculate-per-token-loss": (0, "the loss is always the mean over the unmasked tokens of the whole step"),

@@ -8,7 +8,6 @@ _STEPS = "the length of a run is counted in steps"
 _STAGES = "layers are dealt to pipeline stages by number or by cost, the output layer counted at what it costs"
 _BUILT = "this part is not built yet"
 _FIM = ("the tokens are given by their ids", "--fim-rate 0.5 --fim-token-ids PREFIX,MIDDLE,SUFFIX")
-_MASKED = ("a text whose tokens are masked is always as long as fills a row", _OUT)
 _NULL = ("its last id ends documents, and padding is masked by its place", "--tokenizer-type NullTokenizer alone")
 _TEMPLATE = ("conversations are written by the chat template in the tokenizer's files", "isotron finetune --load DIR")
 _FP8 = ("8-bit training is not built yet", "--dtype bfloat16")
@@ -80,7 +79,6 @@ REFUSED: dict[str, tuple[str, str]] = {
     "--fim-middle-token": _FIM,
     "--fim-suffix-token": _FIM,
     "--fim-eod-token": ("documents end with the tokenizer's end-of-document id", _OUT),
-    "--short-seq-prob": _MASKED,
     "--retriever-seq-length": ("retrieval models are not built yet", _OUT),
     "--varlen-mock-dataset-config-json": ("made-up documents have one distribution of lengths", "--mock-data"),
     "--tokenizer-metadata": ("the kind of a tokenizer is told by its files", "--tokenizer-model DIR"),
@@ -118,7 +116,7 @@ PREFIXES: dict[str, tuple[str, str]] = {
     "--mtp-": ("multi-token prediction is not built yet", _OUT),
     "--retro-": ("retrieval models are not built yet", _OUT),
     "--rl-": ("reinforcement learning is not built yet", _OUT),
-    "--bert-": ("the families are gpt and llama", "--family gpt"),
+    "--bert-": ("retrieval models are not built yet", "--family bert alone trains BERT"),
     "--hybrid-": ("the families are gpt and llama", "--family llama"),
     "--mamba-": ("the families are gpt and llama", "--family llama"),
     "--cuda-graph-": ("CUDA graphs are not built yet", _OUT),

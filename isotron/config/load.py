@@ -15,7 +15,14 @@ from isotron.config.compat import ALIASES
 from isotron.config.foreign import begun
 from isotron.config.schema import MODELS, PRESETS, RunConfig, changed
 from isotron.config.settle import settle
-from isotron.config.switches import MEGATRON_MODEL, MEGATRON_RUN, MEGATRON_TRAIN_ITERS, Family, choose_family
+from isotron.config.switches import (
+    MEGATRON_MODEL,
+    MEGATRON_OF_FAMILY,
+    MEGATRON_RUN,
+    MEGATRON_TRAIN_ITERS,
+    Family,
+    choose_family,
+)
 from isotron.config.tables import CHOOSERS, read_tables, read_toml
 from isotron.core.errors import Problem, Refused
 
@@ -34,6 +41,8 @@ SHAPES = {
     "ffn_hidden_size": "ffn",
     "vocab_size": "vocab_size",
     "tie_embeddings": "tie_embeddings",
+    "type_vocab_size": "type_vocab_size",
+    "norm_placement": "norm_placement",
 }
 
 # What an option of other families is in one, as in Megatron.
@@ -143,7 +152,8 @@ def _merge(
     if family.megatron or megatron:
         merged |= {leaf: (value, "Megatron's default") for leaf, value in MEGATRON_MODEL.items()}
     if megatron:
-        merged |= {leaf: (value, "Megatron's default") for leaf, value in MEGATRON_RUN.items()}
+        own = {**MEGATRON_RUN, **MEGATRON_OF_FAMILY.get(family.name, {})}
+        merged |= {leaf: (value, "Megatron's default") for leaf, value in own.items()}
         merged["train_iters"] = (MEGATRON_TRAIN_ITERS, "--defaults megatron")
     preset = parsed.given["preset"].value if "preset" in parsed.given else toml.get("preset")
     if preset:

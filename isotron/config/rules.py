@@ -92,7 +92,7 @@ class Range:
 
 
 _POSITIVE = {
-    "num_layers": 12, "encoder_num_layers": 12,
+    "num_layers": 12, "encoder_num_layers": 12, "type_vocab_size": 2,
     "hidden_size": 768, "num_attention_heads": 12, "seq_length": 1024, "tp": 1, "pp": 1, "vpp": 1,
     "cp": 1, "ep": 1,
     "mlp_chunks": 1,
@@ -132,7 +132,7 @@ _RAMP = {"start_weight_decay": 0.0, "end_weight_decay": 0.1}
 
 # beyond these a typing error would keep the checks themselves busy, or the machine, before anyone could say so
 _MOST = {
-    "num_layers": 100_000, "encoder_num_layers": 100_000, "decoder_num_layers": 100_000,
+    "num_layers": 100_000, "encoder_num_layers": 100_000, "decoder_num_layers": 100_000, "type_vocab_size": 10**9,
     "decoder_seq_length": 10**9, "hidden_size": 10**9, "ffn_hidden_size": 10**9, "num_attention_heads": 10**6,
     "num_key_value_heads": 10**6, "head_dim": 10**9, "vocab_size": 10**9, "make_vocab_size_divisible_by": 10**9,
     "seq_length": 10**9, "max_position_embeddings": 10**9, "micro_batch_size": 10**9, "global_batch_size": 10**12,
@@ -167,6 +167,11 @@ RANGES: tuple[Rule, ...] = tuple(
         Range("fim_spm_rate", "between 0 and 1", lambda v: 0 <= v <= 1, 0.5),
         Range("mask_prob", "above 0 and below 1", lambda v: 0 < v < 1, 0.15),
         Range("mean_span_length", "1 or more", lambda v: v >= 1, 3.0),
+        *(
+            Range(leaf, "between 0 and 1", lambda v: 0 <= v <= 1, e)
+            for leaf, e in {"mask_replace_prob": 0.8, "random_replace_prob": 0.1, "short_seq_prob": 0.0}.items()
+        ),
+        Range("mask_token_id", "an id, or -1 for the tokenizer's", lambda v: v >= -1, -1),
         *(
             Range(leaf, "0 or more, or -1 for weight_decay", lambda v: v >= 0 or v == -1, e)
             for leaf, e in _RAMP.items()

@@ -49,9 +49,15 @@ def _starts(c: RunConfig, f: Facts) -> Problem:
     return Problem(asked(c, "decoder_start_token_id"), case, "--decoder-start-token-id 0")
 
 
+def _strange(c: RunConfig) -> tuple[str, ...]:
+    """Options of masks that were given and that the family has none of; words of a row are masked too (BERT)."""
+    words = not getattr(c.model, "causal", True)
+    return () if two_streams(c) else moved(c, *(leaf for leaf in _MASKS if not (words and leaf == "mask_prob")))
+
+
 def _masks(c: RunConfig, f: Facts) -> Problem:
-    case = f"spans are masked for families with an encoder, and {c.model.family} is a decoder"
-    given = moved(c, *_MASKS)
+    case = f"spans are masked for families with an encoder and a decoder, and {c.model.family} is none"
+    given = _strange(c)
     defaults = {"mask_prob": "0.15", "mean_span_length": "3.0"}
     back = [f"{flag(leaf)} {defaults[leaf]}" for leaf in given if leaf in defaults]
     return Problem(asked(c, *given), case, " ".join(back) or "--family t5")
@@ -93,11 +99,10 @@ STREAM_RULES: tuple[Rule, ...] = (
          and value(c, "decoder_seq_length") % c.layout.tp != 0, _decoder_parts),
     Rule("the decoder starts with an id", ("decoder_start_token_id", "vocab_size"),
          lambda c, f: two_streams(c) and 0 < _vocabulary(c, f) <= value(c, "decoder_start_token_id"), _starts),
-    Rule("masked spans have an encoder", _MASKS,
-         lambda c, f: not two_streams(c) and bool(moved(c, *_MASKS)), _masks),
+    Rule("masked spans have an encoder", _MASKS, lambda c, f: bool(_strange(c)), _masks),
     Rule("pairs are no rows of documents", _ONE_STREAM,
          lambda c, f: two_streams(c) and bool(moved(c, *_ONE_STREAM)), _rows_of_decoders),
     Rule("tasks of decoders", ("eval_tasks",), lambda c, f: two_streams(c) and bool(c.train.eval_tasks), _tasks),
-    *map(_layout_rule, ("cp", "attention_backend", "cpu_offloading", "distribute_saved_activations",
+    *map(_layout_rule, ("cp", "hybrid_context_parallel", "attention_backend", "cpu_offloading", "distribute_saved_activations",
                         "fp32_residual_connection", "activation_budget_gib")),
 )  # fmt: skip

@@ -13,6 +13,7 @@ from typing import Any
 from isotron.core.checkpoint.config import CheckpointConfig
 from isotron.core.errors import refuse
 from isotron.core.models import (
+    bert_config,
     deepseek_moe_config,
     deepseek_v2_config,
     deepseek_v3_config,
@@ -32,6 +33,7 @@ from isotron.core.models import (
     qwen3_moe_config,
     t5_config,
 )
+from isotron.core.models.bert_config import BertConfig
 from isotron.core.models.deepseek_moe_config import DeepseekMoEConfig
 from isotron.core.models.deepseek_v2_config import DeepseekV2Config
 from isotron.core.models.deepseek_v3_config import DeepseekV3Config
@@ -78,9 +80,11 @@ _CLASSES: tuple[type[ModelConfig], ...] = (
     DeepseekV3Config,
     GptOssConfig,
     T5Config,
+    BertConfig,
 )
 MODELS: dict[str, type[ModelConfig]] = {cls.family: cls for cls in _CLASSES}
 PRESETS: dict[str, ModelConfig] = {
+    **bert_config.PRESETS,
     **deepseek_moe_config.PRESETS,
     **deepseek_v2_config.PRESETS,
     **deepseek_v3_config.PRESETS,

@@ -14,7 +14,7 @@ from isotron.config.argv import Given
 from isotron.config.schema import DEFAULT_FAMILY, MODELS, PRESETS
 from isotron.core.errors import Problem
 
-# feature -> what each family has; Megatron's defaults are the GPT column.
+# feature -> what each family has; Megatron's defaults are the GPT column, and BERT's.
 _SWITCHES: dict[str, tuple[str, str, str]] = {  # as in gpt, in families built like llama, in neox
     "@positions": ("learned_absolute", "rope", "rope"),
     "@norm": ("LayerNorm", "RMSNorm", "LayerNorm"),
@@ -22,7 +22,7 @@ _SWITCHES: dict[str, tuple[str, str, str]] = {  # as in gpt, in families built l
     "@bias": ("on", "off", "on"),
 }
 FEATURES: dict[str, dict[str, str]] = {
-    switch: {**dict.fromkeys(MODELS, llama), "gpt": gpt, "neox": neox}
+    switch: {**dict.fromkeys(MODELS, llama), "gpt": gpt, "bert": gpt, "neox": neox}
     for switch, (gpt, llama, neox) in _SWITCHES.items()
 }
 FEATURES["@mlp"] |= {"gemma2": "geglu", "gemma3": "geglu", "t5": "relu"}
@@ -44,6 +44,10 @@ MEGATRON_RUN: dict[str, Any] = {
     "adam_beta2": 0.999,
     "weight_decay": 0.01,
     "lr_decay_style": "linear",
+}
+# The same of one family.
+MEGATRON_OF_FAMILY: dict[str, dict[str, Any]] = {
+    "bert": {"norm_placement": "pre", "norm_epsilon": 1e-5, "short_seq_prob": 0.1},
 }
 
 

@@ -27,7 +27,7 @@ from isotron.core.batch import Batch
 from isotron.core.errors import refuse
 from isotron.data.config import DataConfig
 from isotron.data.gpt_dataset import Dataset
-from isotron.data.rows import Pair, Row, Tokens
+from isotron.data.rows import Pair, Row, Tokens, document_starts
 
 T = TypeVar("T")
 Bools: TypeAlias = npt.NDArray[np.bool_]
@@ -77,7 +77,7 @@ def make_batch(dataset: Dataset, numbers: range, cfg: DataConfig, eod: int | Non
         if cfg.eod_mask_loss:
             loss_mask[ends] = 0.0
         if cfg.reset_position_ids:
-            positions = positions - _document_starts(ends)
+            positions = positions - document_starts(ends)
         if cfg.reset_attention_mask:
             documents = np.cumsum(ends, axis=1) - ends  # ends before this slot: an end belongs to its document
     return Batch(
@@ -91,14 +91,15 @@ def make_batch(dataset: Dataset, numbers: range, cfg: DataConfig, eod: int | Non
 
 
 def _batch_of_rows(rows: Sequence[Row], numbers: range) -> Batch:
-    """Rows that say everything themselves: packed documents."""
+    """Rows that say everything themselves: packed documents, or masked words."""
+    documents = [row.documents for row in rows if row.documents is not None]
     return Batch(
         tokens=torch.tensor(np.stack([row.tokens for row in rows])),
         labels=torch.tensor(np.stack([row.labels for row in rows])),
         loss_mask=torch.tensor(np.stack([row.loss for row in rows])),
         positions=torch.tensor(np.stack([row.positions for row in rows])),
         sample_ids=torch.tensor(list(numbers), dtype=torch.int64),
-        doc_ids=torch.tensor(np.stack([row.documents for row in rows])),
+        doc_ids=torch.tensor(np.stack(documents)) if documents else None,
     )
 
 
@@ -129,13 +130,6 @@ def _ends(tokens: Tokens, cfg: DataConfig, eod: int | None) -> Bools:
         asked = " ".join(f"--{name.replace('_', '-')}" for name in names if getattr(cfg, name))
         raise refuse(asked, "the tokenizer has no end-of-document id", "a tokenizer with one, or without these options")
     return tokens == eod
-
-
-def _document_starts(ends: Bools) -> Tokens:
-    """For each slot, the slot at which its document starts in this row, [B, S]."""
-    starts = np.zeros(ends.shape, dtype=np.int64)
-    starts[:, 1:] = np.where(ends[:, :-1], np.arange(1, ends.shape[1]), 0)
-    return np.maximum.accumulate(starts, axis=1)
 
 
 def _check_batch(global_batch: int, micro_batch: int, dp: int) -> None:

@@ -32,10 +32,10 @@ from isotron.data.gpt_dataset import Dataset, GPTDataset, split_documents
 from isotron.data.index_cache import Expected, IndexCache
 from isotron.data.indexed import IndexedDataset, idx_path
 from isotron.data.info import read_info
+from isotron.data.masking import Masking
 from isotron.data.mock import MockDataset
 from isotron.data.packed import PackedDataset
 from isotron.data.parts import NAMES, check_part
-from isotron.data.spans import Masking, SpanDataset
 from isotron.tokenizers.base import Tokenizer
 
 Log = Callable[[str], None]
@@ -60,7 +60,7 @@ class _Request:
     @property
     def length(self) -> int:
         """Tokens of a sample but one."""
-        return self.config.seq_length if self.masking is None else self.masking.lengths.text - 1
+        return self.config.seq_length if self.masking is None else self.masking.text - 1
 
     def open(self, prefix: str) -> IndexedDataset:
         """The pair at `prefix`, opened and checked once."""
@@ -92,7 +92,7 @@ def build_datasets(
 
     Validation is also None when its part of the split is 0. vocab_size and eod of the tokenizer, where they are known,
     are checked against the data. `label` follows the name of the training data in the log. tokenizer: cuts texts for
-    fill-in-the-middle. masking: samples are pairs with masked spans.
+    fill-in-the-middle. masking: samples are rows with masked words, or pairs with masked spans.
     """
     if not 0 <= seed < 2**32:
         raise refuse(f"--seed {seed}", "the data order needs a seed of 0..4294967295", "--seed 1234")
@@ -102,7 +102,7 @@ def build_datasets(
     )
     if masking is None:
         return made[0], made[1]
-    train, valid = (None if d is None else SpanDataset(d, masking, seed, i) for i, d in enumerate(made))
+    train, valid = (None if d is None else masking.dataset(d, seed, i) for i, d in enumerate(made))
     return train, valid
 
 

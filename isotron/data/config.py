@@ -29,6 +29,10 @@ class DataConfig:
     )
     fim_token_ids: tuple[int, ...] = option((), "ids of the prefix, middle and suffix tokens of fill-in-the-middle")
     mask_prob: float = option(0.15, "share of a text that is masked, in families with an encoder")
+    mask_replace_prob: float = option(0.8, "share of masked words that the mask stands for (BERT)")
+    random_replace_prob: float = option(0.1, "share of masked words that any word of the vocabulary stands for (BERT)")
+    mask_token_id: int = option(-1, "id of the mask (BERT); -1 means the tokenizer's [MASK], or its first extra id")
+    short_seq_prob: float = option(0.0, "share of rows that are cut short at random and padded (BERT)")
     mean_span_length: float = option(3.0, "tokens of a masked span on average", unit="tokens")
     sentinel_ids: tuple[int, ...] = option(
         (), "ids that stand for masked spans, first to last; empty means the tokenizer's extra ids"

@@ -75,6 +75,15 @@ class Masking:
     end: int
     start: int
 
+    @property
+    def text(self) -> int:
+        """Tokens of a stretch."""
+        return self.lengths.text
+
+    def dataset(self, texts: Any, seed: int, part: int) -> SpanDataset:
+        """Pairs from a dataset of stretches."""
+        return SpanDataset(texts, self, seed, part)
+
 
 def lengths_of(text: int, share: float, mean: float) -> Lengths:
     """What a stretch of `text` tokens is cut into."""
@@ -95,11 +104,8 @@ def target_length(config: DataConfig) -> int:
     return -(-needed // UNIT) * UNIT
 
 
-def masking(config: DataConfig, model: Any, tokenizer: Tokenizer | None) -> Masking | None:
-    """How the data of a run are masked; None for a family without an encoder. Refused without enough sentinels."""
-    if not getattr(model, "two_streams", False):
-        return None
-    pairs: Pairs = model
+def span_masking(config: DataConfig, pairs: Pairs, tokenizer: Tokenizer | None) -> Masking:
+    """How the data of a run are masked; refused without enough sentinels."""
     lengths = plan(config.seq_length, config.mask_prob, config.mean_span_length)
     sentinels = _sentinels(config, pairs, tokenizer, lengths.spans)
     eos = END if tokenizer is None else tokenizer.eod if tokenizer.eos is None else tokenizer.eos

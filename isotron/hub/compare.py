@@ -21,6 +21,7 @@ from isotron.core.errors import refuse
 from isotron.core.mesh import Mesh
 from isotron.core.parallel.model import ParallelModel
 from isotron.core.parallel.plan import Layout
+from isotron.hub.folder import open_folder
 from isotron.hub.locate import local_path
 from isotron.hub.opened import open_model
 
@@ -67,13 +68,15 @@ def their_activations(path: str, tokens_BS: Tensor, dtype: torch.dtype) -> Activ
         raise refuse(
             "compare with transformers", f"the package is not there: {error}", "pip install transformers"
         ) from error
-    model = library.AutoModelForCausalLM.from_pretrained(local_path(path), dtype=dtype).eval()
+    where = local_path(path)
+    masked = open_folder(where).spelling.ARCHITECTURE.endswith("MaskedLM")
+    kind = library.AutoModelForMaskedLM if masked else library.AutoModelForCausalLM
     with torch.no_grad():
-        out = model(tokens_BS, output_hidden_states=True)
-    states = out.hidden_states
+        out = kind.from_pretrained(where, dtype=dtype).eval()(tokens_BS, output_hidden_states=True)
+    states = [*out.hidden_states, *([None] if masked else [])]  # no norm stands behind an encoder's blocks
     found = {"embedding": states[0], "final norm": states[-1], "logits": out.logits}
     found |= {f"layer {i}": state for i, state in enumerate(states[1:-1])}
-    return _ordered(found)
+    return _ordered({name: x for name, x in found.items() if x is not None})
 
 
 def _keeper(found: Activations, name: str) -> Callable[..., None]:
@@ -86,7 +89,7 @@ def _keeper(found: Activations, name: str) -> Callable[..., None]:
 def _ordered(found: Activations) -> Activations:
     """In the order of computation."""
     layers = sorted((n for n in found if n.startswith("layer ")), key=lambda n: int(n.split()[1]))
-    return {name: found[name] for name in ("embedding", *layers, "final norm", "logits")}
+    return {name: found[name] for name in ("embedding", *layers, "final norm", "logits") if name in found}
 
 
 def _batch(tokens_BS: Tensor) -> Batch:

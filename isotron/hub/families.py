@@ -11,6 +11,7 @@ from isotron.core.errors import refuse
 from isotron.core.models.hf_names import Mapped
 
 FAMILIES = (
+    "bert",
     "deepseek_moe",
     "deepseek_v2",
     "deepseek_v3",

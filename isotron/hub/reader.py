@@ -7,6 +7,7 @@ nothing is mapped, so that the memory of a process stays what its tensors take.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -30,7 +31,7 @@ class HFSource:
 
     def __init__(self, folder: Folder | str | Path, check_head: bool = True) -> None:
         self.folder = folder if isinstance(folder, Folder) else open_folder(folder)
-        self.stored = stored_tensors(self.folder.path)
+        self.stored = renamed(stored_tensors(self.folder.path), getattr(self.folder.spelling, "OLDER", {}))
         cfg = self.folder.model
         self.mapped = {m.ours: m for m in self.folder.spelling.tensors(cfg)}
         table = cfg.layout(cfg.vocab_size)
@@ -162,6 +163,15 @@ class HFSource:
             if not torch.equal(*pair):
                 return False
         return True
+
+
+def renamed(stored: dict[str, Stored], older: Mapping[str, str]) -> dict[str, Stored]:
+    """Tensors of old files under the names that they have today; `older`: ends of names, then and now."""
+    found = {}
+    for name, tensor in stored.items():
+        then = next((end for end in older if name.endswith(end)), "")
+        found[name.removesuffix(then) + older.get(then, "")] = tensor
+    return found
 
 
 def dtype_of(stored: Stored) -> torch.dtype:

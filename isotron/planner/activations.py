@@ -35,6 +35,7 @@ class Sizes:
     over_heads: bool  # the norms of queries and keys: one number for all heads
     before: bool  # norms of what attention and MLP read
     after: bool  # norms of what they give
+    sums: bool  # these norm the residual stream with it
 
 
 def sizes(job: Job) -> Sizes:
@@ -58,6 +59,7 @@ def sizes(job: Job) -> Sizes:
         any("q_norm" in r.pattern and r.split is not None for r in c.layout(c.vocab_size).rules),
         not getattr(c, "norms_after", False),
         getattr(c, "norms_after", False) or "layers.*.mlp_post_norm.weight" in names,
+        getattr(c, "norms_of_sums", False),
     )
 
 
@@ -84,10 +86,11 @@ def block(job: Job, mode: str) -> list[Kept]:
     share = expert_share(job.config)  # of the blocks; the others have one MLP
     plain = [up, Kept("activation output", z.f, e, ("moe_act",))]
     inside = [*norm, *plain] if not share else _mixed(job, norm, share)
-    if z.after and not z.before:  # then its recomputed unit has the norm in it
+    apart = z.before or z.sums
+    if z.after and not apart:  # then its recomputed unit has the norm in it
         inside += after
     again = [replace(t, parts=(*t.parts, "mlp")) for t in inside]
-    mlp = [*again, *(after if z.before else []), *hidden]
+    mlp = [*again, *(after if apart else []), *hidden]
     middle = [] if z.parallel else [replace(x, name="residual")]
     kept = [x, *norm, *_attention(job, z, "core_attn" in modules), *after, *hidden, *middle, *mlp]
     return [t for t in kept if not set(modules) & set(t.parts)]
@@ -128,7 +131,7 @@ def _attention(job: Job, z: Sizes, again: bool) -> list[Kept]:
     return [
         *([qkv, *norms] if z.qk_norm else []),
         Kept("scaled q and repeated k, v", 3 * z.h * z.n, e),
-        Kept("causal mask", keys / job.micro_batch, MASK),
+        *([Kept("causal mask", keys / job.micro_batch, MASK)] if getattr(job.config, "causal", True) else []),
         Kept("probabilities", z.h * keys, wide),
         Kept("probability dropout mask", z.h * keys, MASK),
         Kept("dropped probabilities", z.h * keys, e),
@@ -139,7 +142,7 @@ def _attention(job: Job, z: Sizes, again: bool) -> list[Kept]:
 def ends(job: Job, first: bool, last: bool, blocks_full: bool) -> list[Kept]:
     """Saved tensors of a stage beside its blocks: token ids and masks, angles, the last norm, the loss's gradient."""
     z, e, c, split = sizes(job), job.element, job.config, job.layout.tp > 1
-    kept = []
+    names, kept = {r.pattern for r in c.layout(c.vocab_size).rules}, []
     if z.rotary and not blocks_full:
         kept.append(Kept("angles", z.rotary, e))
         if getattr(c, "rope_local_theta", 0.0):
@@ -148,15 +151,28 @@ def ends(job: Job, first: bool, last: bool, blocks_full: bool) -> list[Kept]:
         kept.append(Kept("token ids", 1, IDS))
         if split:
             kept.append(Kept("ids held elsewhere", 1, MASK))
-        if "positions.weight" in {r.pattern for r in c.layout(c.vocab_size).rules}:
+        if "positions.weight" in names:
             share = z.d / c.hidden_size  # its own part of the sequence, the same for every row of a batch
             kept.append(Kept("position ids", share / job.micro_batch, IDS))
+        if "types.weight" in names:
+            kept.append(Kept("types", 1, IDS))
+        if z.sums:
+            kept += [Kept("sum of embeddings", z.d, e), replace(_statistics(z, job), parts=())]
         if c.dropout[0] > 0:
             kept.append(Kept("dropout mask", z.d, MASK))
     if last:
         statistics = Kept("norm statistics", 2, job.residual) if z.layer_norm else Kept("norm statistics", 1, job.wide)
         kept += [Kept("last block's output", z.d, job.residual), statistics, Kept("loss gradient", c.hidden_size, e)]
+        kept += _transformed(job, z) if "transform.weight" in names else []
     return kept
+
+
+def _transformed(job: Job, z: Sizes) -> list[Kept]:
+    """What a layer before the output layer and the norm behind it keep besides, and the gradient of a bias."""
+    e, rows = job.element, job.layout.padded_vocab(job.config.vocab_size) // job.layout.tp
+    norm = [] if z.sums else [Kept("final norm output", z.d, e), Kept("final norm statistics", 2, e)]
+    bias = Kept("gradient of the output layer's bias", rows / job.tokens, job.wide)
+    return [*norm, Kept("transform output", z.d, e), Kept("transform activation", z.d, e), bias]
 
 
 def block_bytes(job: Job, mode: str | None = None) -> float:

@@ -13,8 +13,8 @@ from isotron.planner.parameters import StagePart
 
 # in which a pass uses them
 _ORDER = (
-    *("embed", "positions", "encoder_bias", "layers", "encoder_norm", "decoder_bias", "norm", "head"),
-    *("mtp_embed", "mtp"),
+    *("embed", "positions", "types", "embed_norm", "encoder_bias", "layers", "encoder_norm", "decoder_bias"),
+    *("final_norm", "transform", "norm", "head", "mtp_embed", "mtp"),
 )
 
 
@@ -138,4 +138,4 @@ def _backward(part: StagePart) -> list[str]:
 
 def _is_early(name: str, dims: int) -> bool:
     """Whether a gradient is formed in B even where those of matrices wait for W."""
-    return dims < 2 or name.split(".")[0] in ("embed", "positions", "mtp_embed") or ".router." in name
+    return dims < 2 or name.split(".")[0] in ("embed", "positions", "types", "mtp_embed") or ".router." in name

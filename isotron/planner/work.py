@@ -60,7 +60,7 @@ def head_product(config: Any, layout: Any) -> Product:
 def attention_flops(job: Job, causal: bool) -> float:
     """FLOPs of scores and values of one microbatch and block on one rank, forward."""
     c = job.config
-    keys = (job.seq + 1) / 2 if causal else job.seq
+    keys = (job.seq + 1) / 2 if causal and getattr(c, "causal", True) else job.seq
     if hasattr(c, "attended"):  # some blocks look at a window only
         keys = c.attended(job.seq)
     widths = c.head_size + getattr(c, "v_head_dim", c.head_size)
@@ -125,11 +125,11 @@ def _of_pairs(job: Job) -> Flops:
     return Flops(3 * model, 3 * full, 3 * full + again)
 
 
-def _multiplications(config: Any) -> float:
-    """Multiply-adds per token in the matrices of all blocks and what stands behind them, the output layer left out."""
+def _multiplications(config: Any, of: tuple[str, ...] = ("layers.", "mtp.")) -> float:
+    """Multiply-adds per token in the matrices of all blocks and of those that predict further tokens, or of others."""
     total, visited = 0.0, getattr(config, "visited", lambda pattern: 1.0)
     for rule in config.layout(config.vocab_size).rules:
-        if len(rule.shape) == 2 and rule.pattern.startswith(("layers.", "mtp.")):
+        if len(rule.shape) == 2 and rule.pattern.startswith(of):
             blocks = config.num_layers if rule.pattern.startswith("layers.*") else 1
             total += prod(rule.shape) * visited(rule.pattern) * blocks
     return total
@@ -140,14 +140,16 @@ def step_flops(job: Job) -> Flops:
     c = job.config
     if hasattr(c, "multiplications"):
         return _of_pairs(job)
-    matrices = _multiplications(c) + c.vocab_size * c.hidden_size
+    behind = c.vocab_size * c.hidden_size + _multiplications(c, ("transform.",))
+    matrices = _multiplications(c) + behind
     tokens = float(job.step_tokens)
     core = 2.0 * c.num_attention_heads * (c.head_size + getattr(c, "v_head_dim", c.head_size)) * c.num_layers
-    causal, square = core * (job.seq + 1) / 2, core * job.seq
+    square = core * job.seq
+    causal = core * (job.seq + 1) / 2 if getattr(c, "causal", True) else square
     again = 0.0
     if job.layout.recompute == "full":
         left_out = unread(job) * c.num_layers
-        again = 2 * (matrices - c.vocab_size * c.hidden_size - left_out) + square
+        again = 2 * (matrices - behind - left_out) + square
     return Flops(
         3 * tokens * (2 * matrices + causal),
         3 * tokens * (2 * matrices + square),

@@ -15,7 +15,7 @@ from typing import Protocol
 from isotron.core.layout import Table
 
 # tables that are read by index: no matrix product
-LOOKUPS = frozenset({"embed.weight", "positions.weight"})
+LOOKUPS = frozenset({"embed.weight", "positions.weight", "types.weight"})
 FORWARD_AND_BACKWARD = 3  # the backward has two products for each one of the forward
 
 
@@ -53,13 +53,14 @@ def step_flops(config: ModelShapes, tokens_per_step: int, sequence: int, causal:
     Grouped queries, gated MLPs and the output layer follow from the table. Attention is counted causally: a position
     meets itself and what came before, (sequence + 1) / 2 keys on average; documents isolated inside a sequence would
     make it less and are not looked at. `causal=False` counts the full square, as torch's counter and many published
-    utilisation figures do. An encoder reads sequences of `sequence` positions, the decoder beside it its own rows.
+    utilisation figures do. An encoder's always is. It reads sequences of `sequence` positions, a decoder beside
+    it its own rows.
     """
     pairs = getattr(config, "multiplications", None)
     if pairs is not None:
         each, output = pairs(sequence, causal)
         return float(2 * FORWARD_AND_BACKWARD * tokens_per_step / sequence * (sum(map(sum, each)) + output))
-    context = (sequence + 1) / 2 if causal else sequence
+    context = (sequence + 1) / 2 if causal and getattr(config, "causal", True) else sequence
     heads = config.head_size + getattr(config, "v_head_dim", config.head_size)  # scores, then values
     attention = 2 * config.num_attention_heads * heads * context
     per_token = 2 * matrix_elements(config) + config.num_layers * attention

@@ -29,7 +29,7 @@ from isotron.core.parallel.split import model_costs
 from isotron.core.peaks import peak_flops
 from isotron.core.precision.scaler import LossScaler
 from isotron.data.build import build_segments, count_sources
-from isotron.data.spans import masking
+from isotron.data.masking import masking
 from isotron.launch import World, from_environment, init_distributed, shutdown, stamp
 from isotron.tokenizers.base import Tokenizer
 from isotron.tokenizers.build import build_tokenizer

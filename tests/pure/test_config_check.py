@@ -185,6 +185,16 @@ BOTH_SIDES: dict[str, tuple[str, str, dict]] = {
     "tp divides the decoder's rows": ("--family t5 --tp 4 --sequence-parallel --decoder-seq-length 1022",
                                       "--family t5 --tp 4 --sequence-parallel", {}),
     "masked spans have an encoder": ("--mask-prob 0.3 --mean-span-length 2", "--family t5 --mask-prob 0.3", {}),
+    "masked words have an encoder": ("--short-seq-prob 0.1 --mask-token-id 7", "--family bert --short-seq-prob 0.1", {}),
+    "shares of masked words": ("--family bert --mask-replace-prob 0.8 --random-replace-prob 0.3",
+                               "--family bert --mask-replace-prob 0.7 --random-replace-prob 0.3", {}),
+    "the mask is an id": ("--family bert --mask-token-id 100", "--family bert --mask-token-id 99", {}),
+    "rows of words hold some": ("--family bert --seq-length 3", "--family bert --seq-length 4 --mask-prob 0.3", {}),
+    "masked words are one long stream": ("--family bert --fim-rate 0.5 --fim-token-ids 1,2,3 --fim-cut tokens",
+                                         "--family bert --mask-prob 0.3", {}),
+    "tasks and masked words": ("--family bert --eval-tasks lambada=x", "--eval-tasks lambada=x", {}),
+    "hybrid_context_parallel with two streams": ("--family bert --hybrid-context-parallel --dp 2",
+                                                 "--hybrid-context-parallel --dp 2", {}),
     "pairs are no rows of documents": ("--family t5 --fim-rate 0.5 --fim-token-ids 1,2,3 --fim-cut tokens",
                                        "--family t5", {}),
     "tasks of decoders": ("--family t5 --eval-tasks lambada=x", "--eval-tasks lambada=x", {}),
@@ -201,7 +211,7 @@ BOTH_SIDES: dict[str, tuple[str, str, dict]] = {
         "--family t5 --fp32-residual-connection --dtype bfloat16", "--fp32-residual-connection --dtype bfloat16", {}),
 }  # fmt: skip
 # rules whose fix is something to do outside of this command, or that the test's world does not have
-OUTSIDE = ("data files", "tokenizer files", "tasks of decoders")
+OUTSIDE = ("data files", "tokenizer files", "tasks of decoders", "tasks and masked words")
 
 
 def facts_of(extra):

@@ -103,7 +103,7 @@ def test_every_problem_is_reported_together():
         ("--config nowhere.toml", "there is no such file"),
         ("--bf16=true", "--bf16 takes no value"),
         ("--no-hidden-size", "there is no such option"),
-        ("--activation gelu_tanh", "only families gpt, neox have activation"),
+        ("--activation gelu_tanh", "only families gpt, neox, bert have activation"),
         (
             "--family gpt --rope-theta 5",
             "only families gemma2, gemma3, llama, mistral, mixtral, neox, olmo2, phi3, ",

@@ -15,7 +15,8 @@ from isotron.core.models.t5_config import T5Config
 from isotron.data.build import build_datasets
 from isotron.data.config import DataConfig
 from isotron.data.indexed_writer import IndexedWriter
-from isotron.data.spans import Lengths, Masking, SpanDataset, lengths_of, masking, pair, plan
+from isotron.data.masking import masking
+from isotron.data.spans import Lengths, Masking, SpanDataset, lengths_of, pair, plan
 
 MODEL = T5Config(vocab_size=1000)
 

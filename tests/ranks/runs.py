@@ -18,6 +18,7 @@ from isotron.config.check import finish
 from isotron.config.schema import RunConfig, changed
 from isotron.core.checkpoint.load import Source
 from isotron.core.layout import Box
+from isotron.core.models.bert_config import BertConfig
 from isotron.core.models.gpt_config import GPTConfig
 from isotron.core.models.llama_config import LlamaConfig
 from isotron.core.models.t5_config import T5Config
@@ -29,6 +30,7 @@ VOCAB = 131
 MODELS = {
     "gpt": GPTConfig(3, 32, 4, vocab_size=VOCAB, hidden_dropout=0.1, attention_dropout=0.1),
     "llama": LlamaConfig(3, 32, 4, 2, ffn_hidden_size=48, vocab_size=VOCAB),
+    "bert": BertConfig(3, 32, 4, vocab_size=VOCAB),
     "t5": T5Config(3, 2, 32, 4, 6, 48, VOCAB, relative_attention_num_buckets=8, relative_attention_max_distance=12),
 }
 

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from isotron.config.schema import RunConfig
-from isotron.core.models.bert_config import PRESETS
+from isotron.config.schema import PRESETS, RunConfig
 from isotron.core.parallel.pipeline.registry import SCHEDULES
 from isotron.core.parallel.plan import Layout
 from isotron.train.selfcheck import scaled_case
