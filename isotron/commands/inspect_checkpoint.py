@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from isotron.core.checkpoint.format import DTYPES, MANIFEST, Entry, Manifest, read_manifest
-from isotron.core.checkpoint.locate import find, steps, verify_files
+from isotron.core.checkpoint.locate import STEP, find, steps, verify_files
 from isotron.core.errors import Refused
 
 AXES = ("tp", "pp", "dp", "vpp", "zero", "schedule")
@@ -16,9 +16,9 @@ KINDS = ("weights", "master", "exp_avg", "exp_avg_sq")
 
 
 def is_checkpoint(path: str) -> bool:
-    """Whether the path is a step directory, or a run with at least one."""
+    """Whether the path is a step directory, also one that has lost its manifest, or a run with at least one."""
     here = Path(path)
-    return here.is_dir() and ((here / MANIFEST).exists() or bool(steps(here)))
+    return here.is_dir() and ((here / MANIFEST).exists() or bool(STEP.fullmatch(here.name)) or bool(steps(here)))
 
 
 def show_checkpoint(path: str, flags: dict[str, Any]) -> int:

@@ -14,7 +14,8 @@ from isotron.config.rules_experts import EXPERT_RULES, PATTERN_RULE
 from isotron.config.rules_layout import LAYOUT_RULES
 from isotron.config.rules_pipeline import PIPELINE_RULES
 from isotron.config.rules_run import RUN_RULES
-from isotron.config.rules_streams import SHORTEST_RULE, STREAM_RULES
+from isotron.config.rules_saves import SAVE_RULES
+from isotron.config.rules_streams import LONG_RULE, SHORTEST_RULE, STREAM_RULES
 from isotron.config.rules_words import WORD_RULES
 from isotron.config.rules_zero import ZERO_RULES
 from isotron.config.schema import RunConfig, changed, value
@@ -23,10 +24,10 @@ from isotron.core.models.t5_config import T5Config
 from isotron.data.spans import target_length
 
 # what every other rule must be able to rely on
-FIRST: tuple[Rule, ...] = (*RANGES, PATTERN_RULE, SHORTEST_RULE)
+FIRST: tuple[Rule, ...] = (*RANGES, PATTERN_RULE, SHORTEST_RULE, LONG_RULE)
 RULES: tuple[Rule, ...] = (
     *(*FIRST, *LAYOUT_RULES, *ZERO_RULES, *CONTEXT_RULES),
-    *(*EXPERT_RULES, *PIPELINE_RULES, *RUN_RULES, *STREAM_RULES, *WORD_RULES),
+    *(*EXPERT_RULES, *PIPELINE_RULES, *RUN_RULES, *SAVE_RULES, *STREAM_RULES, *WORD_RULES),
 )
 
 

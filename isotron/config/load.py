@@ -235,10 +235,16 @@ def _say_decay(config: RunConfig, saved: Mapping[str, Any], parsed: Parsed) -> N
     if "train_iters" not in saved:
         return
     was, now = saved["train_iters"], config.train.train_iters
-    style, decay = config.schedule.lr_decay_style, config.schedule.lr_decay_iters
-    if was != now and not decay and "lr_decay_iters" not in saved and style != "constant":
-        keep = f"--lr-decay-iters {was} keeps it as it was"
-        parsed.notes.append(f"the learning rate now decays over train_iters {now} instead of {was}; {keep}")
+    given = config.schedule
+    what = {
+        "the learning rate": given.lr_decay_style != "constant",
+        "its warm-up (a fraction of that)": given.lr_warmup_fraction > 0 and not given.lr_warmup_iters,
+        "weight decay": given.weight_decay_incr_style != "constant",
+    }
+    follows = ", ".join(name for name, on in what.items() if on)
+    if was != now and not given.lr_decay_iters and "lr_decay_iters" not in saved and follows:
+        keep = f"--lr-decay-iters {was} keeps it as it was, {now} from the start is what one run of this length has"
+        parsed.notes.append(f"over train_iters {now} instead of {was} from now on: {follows}; {keep}")
 
 
 def _say_defaults(parsed: Parsed, merged: Mapping[str, tuple[Any, str]], family: Family, megatron: bool) -> None:

@@ -8,6 +8,7 @@ from isotron.core.errors import Problem, Refused
 from isotron.data.spans import plan
 
 SHORTEST = 3  # a token, a sentinel, the end
+LONGEST = 4  # a row of the decoder, in rows of the encoder, that nobody has to confirm
 _MASKS = ("mask_prob", "mean_span_length", "sentinel_ids")
 _ONE_STREAM = ("eod_mask_loss", "reset_position_ids", "reset_attention_mask", "pack_documents", "fim_rate")
 
@@ -31,6 +32,14 @@ def _decoder_rows(c: RunConfig, f: Facts) -> Problem:
     case = f"what is masked of {c.data.seq_length} tokens comes to {needed} with its sentinels and the end"
     leaves = ("decoder_seq_length", "seq_length", *moved(c, "mask_prob", "mean_span_length"))
     return Problem(asked(c, *leaves), case, "--decoder-seq-length 0, which takes as many as are needed")
+
+
+def _long_rows(c: RunConfig, f: Facts) -> Problem:
+    needed = _target(c)
+    case = f"what is masked comes to rows of {needed} tokens for the decoder, {needed / c.data.seq_length:.0f} times "
+    case += f"the encoder's {c.data.seq_length}"
+    fix = f"--mask-prob 0.15, or --decoder-seq-length {needed} where rows so long are meant"
+    return Problem(asked(c, *moved(c, "mask_prob", "mean_span_length"), "seq_length"), case, fix)
 
 
 def _decoder_parts(c: RunConfig, f: Facts) -> Problem:
@@ -90,6 +99,11 @@ def _layout_rule(leaf: str) -> Rule:
 
 SHORTEST_RULE = Rule("an encoder has something to read", ("seq_length",),
                      lambda c, f: two_streams(c) and c.data.seq_length < SHORTEST, _shortest)  # fmt: skip
+# looked at before the decoder's rows are filled in: who gives their length means it
+LONG_RULE = Rule("rows of the decoder are no accident",
+                 ("mask_prob", "mean_span_length", "seq_length", "decoder_seq_length"),
+                 lambda c, f: two_streams(c) and not value(c, "decoder_seq_length")
+                 and _target(c) > LONGEST * c.data.seq_length, _long_rows)  # fmt: skip
 STREAM_RULES: tuple[Rule, ...] = (
     Rule("the decoder's rows hold what is masked",
          ("decoder_seq_length", "seq_length", "mask_prob", "mean_span_length"),
@@ -103,6 +117,6 @@ STREAM_RULES: tuple[Rule, ...] = (
     Rule("pairs are no rows of documents", _ONE_STREAM,
          lambda c, f: two_streams(c) and bool(moved(c, *_ONE_STREAM)), _rows_of_decoders),
     Rule("tasks of decoders", ("eval_tasks",), lambda c, f: two_streams(c) and bool(c.train.eval_tasks), _tasks),
-    *map(_layout_rule, ("cp", "hybrid_context_parallel", "attention_backend", "cpu_offloading", "distribute_saved_activations",
-                        "fp32_residual_connection", "activation_budget_gib")),
+    *map(_layout_rule, ("cp", "hybrid_context_parallel", "attention_backend", "cpu_offloading", "activation_budget_gib",
+                        "distribute_saved_activations", "fp32_residual_connection")),
 )  # fmt: skip

@@ -6,7 +6,7 @@ Headers of safetensors files are plain JSON and are read as such; nothing is unp
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -74,7 +74,23 @@ def open_folder(path: str | Path) -> Folder:
     wrong = [f"{f.name} = {getattr(model, f.name)!r}" for f in fields(model) if not _is_kind(model, f.name, f.type)]
     if wrong:
         raise refuse(where, f"{CONFIG} has values of the wrong kind: {', '.join(wrong)}", fix)
+    unfit = list(_unfit(model))
+    if unfit:
+        raise refuse(where, f"in its {CONFIG} {'; '.join(unfit)}", "the model's own config.json, as it was published")
     return Folder(path, values, model, str(values.get("dtype") or values.get("torch_dtype") or "float32"), spelling)
+
+
+def _unfit(model: Any) -> Iterator[str]:
+    """Sizes that no model can have together."""
+    width, heads, groups = model.hidden_size, model.num_attention_heads, getattr(model, "kv_heads", 1)
+    derived = not getattr(model, "head_dim", 0) and not hasattr(model, "kv_lora_rank")
+    if derived and width % heads:
+        yield f"the width of {width} is no multiple of {heads} heads"
+    if heads % groups:
+        yield f"{heads} query heads are no multiple of {groups} key/value heads"
+    experts, chosen = getattr(model, "num_experts", 0), getattr(model, "moe_router_topk", 0)
+    if experts and chosen > experts:
+        yield f"a token visits {chosen} of {experts} experts"
 
 
 def _is_kind(model: Any, name: str, kind: Any) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ from isotron.tokenizers.build import build_tokenizer, load_tokenizer
 from isotron.tokenizers.config import TokenizerConfig
 from isotron.tokenizers.null import NullTokenizer
 
+SENTINEL = re.compile(r"(<extra_id_[0-9]{1,9}>)")  # what stands for a masked span in a text
 DEFAULTS: dict[str, Any] = {
     "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "logit_bias": (),
     "stop": (), "stop_ids": (), "n": 1, "best_of": 0, "logprobs": 0, "num_beams": 1, "length_penalty": 1.0,
@@ -54,6 +56,10 @@ def main(config: RunConfig, options: Mapping[str, Any]) -> int:
     with session(config) as rank:
         step = rank.step
         engine = open_engine(rank.config, step, rank.mesh, rank.device, engine_config(options), options["draft"])
+        if rank.speaks and isinstance(engine, PairEngine):
+            print(
+                "".join(unknown_sentinels(_tokenizer(engine), options["prompts"])), end="", file=sys.stderr, flush=True
+            )
         origin = step if is_foreign(step) else step / ORIGIN
         results = continue_texts(engine, {**options, "ends": end_tokens(origin), "origin": origin.is_dir()})
         if rank.speaks:
@@ -189,10 +195,18 @@ def source_of(tokenizer: Tokenizer, text: str) -> list[int]:
     """The ids of a prompt for an encoder; `<extra_id_N>` is the sentinel of that number, where there is one."""
     known: Sequence[int] = getattr(tokenizer, "extra_ids", ())
     ids: list[int] = []
-    for piece in re.split(r"(<extra_id_[0-9]+>)", text) if known else [text]:
-        number = int(piece[10:-1]) if piece.startswith("<extra_id_") and piece.endswith(">") else len(known)
+    for piece in SENTINEL.split(text) if known else [text]:
+        number = int(piece[10:-1]) if SENTINEL.fullmatch(piece) else len(known)
         ids += [known[number]] if number < len(known) else tokenizer.encode(piece) if piece else []
     return ids
+
+
+def unknown_sentinels(tokenizer: Tokenizer, prompts: Sequence[str]) -> list[str]:
+    """A line for each word that looks like a sentinel and is none of this tokenizer's: it is read as text."""
+    known = len(getattr(tokenizer, "extra_ids", ()))
+    words = dict.fromkeys(word for text in prompts for word in SENTINEL.findall(text) if int(word[10:-1]) >= known)
+    has = f"<extra_id_0> to <extra_id_{known - 1}>" if known else "none"
+    return [f"warning: {word} is read as text, the sentinels of the tokenizer are: {has}\n" for word in words]
 
 
 def end_of_source(tokenizer: Tokenizer, options: Mapping[str, Any]) -> list[int]:
@@ -202,7 +216,9 @@ def end_of_source(tokenizer: Tokenizer, options: Mapping[str, Any]) -> list[int]
 
 
 def written(tokenizer: Tokenizer, prompt: str, source: list[int], row: Row) -> dict[str, Any]:
-    """An answer that a decoder wrote about a prompt: text, tokens, logprobs, prompt_tokens, finish_reason."""
+    """An answer that a decoder wrote about a prompt: text, tokens, logprobs, prompt_tokens, finish_reason; `written`
+    says that the text stands by itself.
+    """
     new = row.new
     ended = row.reason == "stop" and bool(new) and new[-1] in row.wish.ending.stop_ids
     text = row.text.whole if row.text is not None else tokenizer.decode(new[:-1] if ended else new)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import product
 from math import prod
 
 from isotron.core.parallel.pipeline.actions import Kind, Schedule
@@ -57,14 +58,19 @@ class Bytes:
         return sum(getattr(self, f.name) for f in fields(self) if f.name != "host")
 
 
-def states(job: Job, parts: Sequence[StagePart], dp_rank: int | None = None) -> Bytes:
-    """The exact bytes of a rank's state; without `dp_rank` those of the data-parallel rank that has most."""
-    ranks = range(job.layout.data_ranks) if dp_rank is None else (dp_rank,)
-    return max((_states(job, parts, rank) for rank in ranks), key=lambda b: (b.states, b.host))
+def states(job: Job, parts: Sequence[StagePart], dp_rank: int | None = None, tp_rank: int = 0) -> Bytes:
+    """The exact bytes of a rank's state; without `dp_rank` those of the rank of the stage that has most: runs end at
+    whole rows, so that they differ, and experts are dealt to other ranks than the rest is.
+    """
+    layout = job.layout
+    beside = range(layout.tp) if layout.expert_tp * layout.ep % layout.tp else (0,)  # the others hold what these do
+    ranks = product(range(layout.data_ranks), beside) if dp_rank is None else [(dp_rank, tp_rank)]
+    kinds = dict.fromkeys(_runs(layout, *rank) for rank in ranks)
+    return max((_states(job, parts, runs) for runs in kinds), key=lambda b: (b.states, b.host))
 
 
-def _states(job: Job, parts: Sequence[StagePart], dp_rank: int) -> Bytes:
-    layout, zero, runs = job.layout, job.layout.zero_stage, _runs(job.layout, dp_rank)
+def _states(job: Job, parts: Sequence[StagePart], runs: tuple[int, int]) -> Bytes:
+    layout, zero = job.layout, job.layout.zero_stage
     weights = sum(p.elements if zero < 3 else p.run(*runs) for p in parts)
     gradients = sum(p.trained if zero < 2 else p.run(*runs, trained=True) for p in parts)
     lean = sum(p.run(*runs, lean=True) for p in parts) if layout.offload.weights and zero == 3 else 0
@@ -74,9 +80,9 @@ def _states(job: Job, parts: Sequence[StagePart], dp_rank: int) -> Bytes:
     return Bytes(*sizes, host=lean * job.element + away * job.gradient + kept.host)
 
 
-def _runs(layout: Layout, dp_rank: int) -> tuple[int, int]:
-    """Which runs of what all tokens pass and of experts the first tensor-parallel rank of a data-parallel one steps."""
-    copy = dp_rank * layout.tp // (layout.expert_tp * layout.ep)
+def _runs(layout: Layout, dp_rank: int, tp_rank: int) -> tuple[int, int]:
+    """Which runs of what all tokens pass, and of experts, a rank steps."""
+    copy = (dp_rank * layout.tp + tp_rank) // (layout.expert_tp * layout.ep)
     return dp_rank % layout.shard_ranks, copy % layout.expert_shard_ranks
 
 

@@ -10,6 +10,7 @@ from isotron.planner.advice import warnings
 from isotron.planner.amounts import in_words
 from isotron.planner.block_time import FORMS, Place
 from isotron.planner.definitions import utilisation
+from isotron.planner.experts import number_of_experts
 from isotron.planner.hardware import GIB
 from isotron.planner.job import Job
 from isotron.planner.memory import KINDS, plan_memory
@@ -52,6 +53,7 @@ def size_facts(job: Job, place: Place, limit: float) -> dict[str, Any]:
         "device": place.device.name,
         "stack": place.stack.name,
         "parameters": count_parameters(job.config),
+        "experts": [number_of_experts(job.config), number_of_experts(job.config) // job.layout.ep],
         "memory": {
             "limit": limit,
             "fits": most.total <= limit,
@@ -126,15 +128,23 @@ def size_lines(f: Mapping[str, Any]) -> list[str]:
         "  ".join(f"{k} {v}" for k, v in lay.items()),
         f"microbatch {f['micro_batch_size']} x {f['seq_length']} tokens, {f['microbatches']} microbatches, "
         f"{f['global_batch_size']} sequences per step",
+        *expert_lines(f["experts"], lay["ep"]),
         "",
         *memory_lines(f["memory"], lay["pp"]),
     ]
 
 
+def expert_lines(experts: Sequence[int], ep: int) -> list[str]:
+    """How experts are dealt, and what the bytes of their tokens take for granted."""
+    if experts[0] == 1:
+        return []
+    return [f"{experts[0]} experts over ep {ep}, {experts[1]} on every rank; tokens are taken to visit all alike"]
+
+
 def memory_lines(memory: Mapping[str, Any], ranks: int) -> list[str]:
-    """GiB by kind of a device of the first, the fullest and the last pipeline rank."""
+    """GiB by kind of the fullest device of the first, the fullest and the last pipeline rank."""
     shown = sorted({0, memory["fullest_rank"], ranks - 1})
-    lines = [f"{'GiB of a device':<18}" + "".join(f"{f'pp rank {r}':>12}" for r in shown)]
+    lines = [f"{'GiB at most on':<18}" + "".join(f"{f'pp rank {r}':>12}" for r in shown)]
     for kind in (*KINDS, "total", "host"):
         values = [memory["ranks"][r][kind] for r in shown]
         if any(values):

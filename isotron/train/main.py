@@ -18,14 +18,13 @@ from isotron.core import device as devices
 from isotron.core.checkpoint.background import BackgroundSaver
 from isotron.core.checkpoint.disk import free_bytes
 from isotron.core.checkpoint.group import GroupRanks
+from isotron.core.checkpoint.ranks import together
+from isotron.core.checkpoint.remote import try_remote
 from isotron.core.checkpoint.save import SPARE_BYTES
 from isotron.core.errors import refuse
 from isotron.core.mesh import Mesh
-from isotron.core.nn.attention import Causal
 from isotron.core.optim.build import make_optimizer, scale_initial
 from isotron.core.parallel.model import ParallelModel
-from isotron.core.parallel.plan import split_layers
-from isotron.core.parallel.split import model_costs
 from isotron.core.peaks import peak_flops
 from isotron.core.precision.scaler import LossScaler
 from isotron.data.build import build_segments, count_sources
@@ -33,6 +32,7 @@ from isotron.data.masking import masking
 from isotron.launch import World, from_environment, init_distributed, shutdown, stamp
 from isotron.tokenizers.base import Tokenizer
 from isotron.tokenizers.build import build_tokenizer
+from isotron.train.announce import longer_lines, start_lines
 from isotron.train.begin import origin_files
 from isotron.train.console import tell
 from isotron.train.faults import NEVER_SECONDS, PHASE_FACTOR, Deadline, FiniteGuard, StopSignal, Watchdog
@@ -106,18 +106,19 @@ def _prepare(
     scale_initial(model, config.optim)
     optimizer = make_optimizer(model, config.optim)
     state = TrainState(config, model, optimizer, LossScaler.for_run(config.train.dtype, config.optim))
-    say(f"isotron: {model.count_parameters():,} parameters on {mesh.size} rank(s): {_describe(config)}")
-    for line in attention_kernels(model):
-        say(f"isotron: attention: {line}")
-    if layout.pp > 1:
-        say(f"isotron: layers per stage: {' '.join(map(str, layers_per_stage(config)))}")
+    for line in start_lines(config, model, mesh.size):
+        say(f"isotron: {line}")
     saves = Path(config.checkpoint.save or directory)
     scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
     apart = GroupRanks(mesh.apart()) if config.checkpoint.async_save or config.checkpoint.local_save else None
     near = nearby(config, saves, world, apart, say)
     loaded = resume(state, near, scratch, say)
-    state.segments = extended(state.segments, needed_samples(state))
+    before, state.segments = state.segments, extended(state.segments, needed_samples(state))
+    for line in longer_lines(before, state.segments):
+        say(f"isotron: {line}")
     claim(state.ranks, {"--run-dir": directory, "--save": saves}, stack)
+    far = config.checkpoint.remote_save
+    together(state.ranks, f"copies at {far}", lambda: try_remote(far) if far and world.rank == 0 else None)
     check_space(state, saves)
     stacks = Stacks(directory / "stacks", world.rank)
     stack.enter_context(stacks.listening(state.ranks))
@@ -161,26 +162,6 @@ def background(config: RunConfig, apart: GroupRanks | None, stack: ExitStack) ->
     saver = BackgroundSaver(apart)
     stack.callback(saver.close)
     return saver
-
-
-def _describe(config: RunConfig) -> str:
-    layout = config.layout
-    cp = f", cp {layout.cp} ({' '.join(layout.cp_comm_type)})" if layout.cp > 1 else ""
-    axes = f"tp {layout.tp}, pp {layout.pp}{cp}, dp {layout.dp}"
-    return f"{axes}, {layout.schedule_name}, zero {layout.zero_stage}, {config.train.dtype}"
-
-
-def attention_kernels(model: ParallelModel) -> list[str]:
-    """What computes attention on this rank, each kernel once."""
-    cores = [m for stage in model.stages.values() for m in stage.module.modules() if isinstance(m, Causal)]
-    size = model.config.head_size
-    return list(dict.fromkeys(core.chosen(model.dtype, model.device, size) for core in cores))
-
-
-def layers_per_stage(config: RunConfig) -> list[int]:
-    """Layers of each pipeline stage, in the order in which a token passes through them."""
-    split = split_layers(config.model.num_layers, config.layout, model_costs(config.model))
-    return [len(layers) for layers in split]
 
 
 def _tokenizer(config: RunConfig) -> Tokenizer | None:

@@ -116,6 +116,26 @@ def test_inspect_gives_json_and_finds_damage(tmp_path: Path, capsys: Any) -> Non
     assert f"found {len(data) - 1}" in json.loads(capsys.readouterr().out)["damage"][0]
 
 
+def test_inspect_of_a_damaged_manifest_says_it_once_and_names_another_step(tmp_path: Path, capsys: Any) -> None:
+    home, older = tmp_path / "run", "step_00000001"
+    shutil.copytree(FIXTURES / "checkpoint_v2", home)
+    manifest = home / "step_00000002" / "manifest.json"
+    whole = manifest.read_text()
+    for text, said in (("{", "is damaged, what it holds is no JSON"), ('{"a": 1}', "format: format_version is None")):
+        manifest.write_text(text)
+        assert cli.main(["inspect", str(home)]) == 2
+        out, err = capsys.readouterr()
+        assert out == "" and err.count("manifest.json") == 1 and said in err
+        assert "try:    copy it again from where this checkpoint came" in err
+    shutil.copytree(home / "step_00000002", home / older)
+    manifest.unlink()
+    (home / older / "manifest.json").write_text(whole)
+    assert cli.main(["inspect", str(home / "step_00000002")]) == 2
+    assert f"manifest.json is missing\ntry:    {home / older}, another step" in capsys.readouterr().err
+    assert cli.main(["inspect", str(home), "--no-tensors"]) == 0
+    assert "is not complete, looking for another: manifest.json is missing" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [([], "isotron inspect runs/first"), (["nowhere"], "this is not"), (["x", "--frob"], "no such option")],

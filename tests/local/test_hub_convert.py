@@ -122,6 +122,7 @@ def edit(directory: Path, config: dict[str, Any], change: Any = None) -> Path:
 
 def test_everything_that_is_not_understood_is_said_at_once(tmp_path: Path) -> None:
     save("llama", tmp_path / "m")
+    whole = json.loads((tmp_path / "m" / "config.json").read_text())
     strange = {"hidden_act": "relu", "brand_new": 3, "quantization_config": {"bits": 4}}
     with pytest.raises(Refused) as refused:
         open_folder(edit(tmp_path / "m", strange))
@@ -129,6 +130,18 @@ def test_everything_that_is_not_understood_is_said_at_once(tmp_path: Path) -> No
         assert part in str(refused.value)
     with pytest.raises(Refused, match="rotary positions of type 'spiral'"):
         open_folder(edit(tmp_path / "m", {**dict.fromkeys(strange), "rope_parameters": {"rope_type": "spiral"}}))
+    for unfit, said in (
+        (
+            {"max_position_embeddings": 0, "num_hidden_layers": -1},
+            "max_position_embeddings is 0, .*num_hidden_layers is",
+        ),
+        ({"num_key_value_heads": 3}, "8 query heads are no multiple of 3"),
+        ({"hidden_size": 66, "head_dim": None}, "hidden_size 66 is not a multiple of 8"),
+    ):
+        values = dict.fromkeys(strange) | {"rope_parameters": None} | unfit
+        with pytest.raises(Refused, match=said):
+            open_folder(edit(tmp_path / "m", values))
+        (tmp_path / "m" / "config.json").write_text(json.dumps(whole))
     with pytest.raises(Refused, match="model_type 'bloom'"):
         open_folder(edit(tmp_path / "m", {"model_type": "bloom"}))
 
@@ -319,6 +332,22 @@ def test_requests_that_cannot_be(words: list[str], parts: list[str]) -> None:
     with pytest.raises(Refused) as refused:
         command.run(words)
     assert all(part in str(refused.value) for part in parts) and refused.value.exit_code == 2
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sizes_that_are_none_are_refused_by_name(family: str) -> None:
+    """Under every name that a family has for its width, heads, layers, vocabulary and positions."""
+    names = ("hidden_size n_embd d_model", "num_hidden_layers n_layer num_layers", "intermediate_size n_inner d_ff",
+             "num_attention_heads n_head num_heads", "vocab_size", "max_position_embeddings n_positions")  # fmt: skip
+    for alike in names:
+        said = []
+        for name in alike.split():
+            for bad in (0, -4, 10**12, 1.5, True, "8"):
+                try:
+                    spelling_of(family).read_config({name: bad}, "here")
+                except Refused as refused:
+                    said.append(f"{name} is {bad!r}, a size is a whole number" in str(refused))
+        assert sum(said) >= 6, alike
 
 
 def test_every_family_has_a_spelling() -> None:

@@ -23,7 +23,7 @@ from isotron.core.parallel.plan import Layout
 from isotron.hub.live import from_hf, to_hf
 from isotron.hub.reader import HFSource
 from isotron.inference.config import Ending, EngineConfig, Sampling, Wish
-from isotron.inference.generate import source_of
+from isotron.inference.generate import source_of, unknown_sentinels
 from isotron.inference.pairs import PairEngine
 
 pytest.importorskip("transformers")
@@ -144,6 +144,9 @@ def test_a_prompt_names_sentinels() -> None:
     assert source_of(letters, "<extra_id_2>") == [ord(c) for c in "<extra_id_2>"]  # there is none of this number
     plain: Any = SimpleNamespace(encode=letters.encode)
     assert source_of(plain, "<extra_id_1>") == letters.encode("<extra_id_1>")
+    (line,) = unknown_sentinels(letters, ["<extra_id_0> <extra_id_2>", "and <extra_id_2>"])
+    assert "<extra_id_2> is read as text" in line and "<extra_id_0> to <extra_id_1>\n" in line
+    assert "are: none" in unknown_sentinels(plain, ["<extra_id_0>"])[0] and unknown_sentinels(plain, ["a <b>"]) == []
 
 
 @pytest.mark.parametrize(("buckets", "farthest"), [(32, 128), (16, 50), (8, 20)])

@@ -8,7 +8,7 @@ import pytest
 
 from isotron.config.argv import clean_words
 from isotron.config.load import load, read
-from isotron.config.schema import RunConfig, changed, to_dict, value
+from isotron.config.schema import RunConfig, changed, from_dict, to_dict, value
 from isotron.core.errors import Refused
 from isotron.core.models.gpt_config import GPTConfig
 
@@ -159,7 +159,11 @@ def test_the_decay_follows_a_continued_run_unless_it_was_given():
     saved = to_dict(changed(RunConfig(), train_iters=10, lr_decay_iters=10))
     config, _, notes = load(["--train-iters", "20"], saved)
     assert config.schedule.lr_decay_iters == 0 and "--lr-decay-iters 10 keeps it" in notes[0]
+    assert "from now on: the learning rate;" in notes[0]
     assert load(["--train-iters", "10"], saved)[2] == ()
+    ramp = {"lr_decay_style": "constant", "weight_decay_incr_style": "linear", "lr_warmup_fraction": 0.1}
+    _, _, notes = load(["--train-iters", "20"], to_dict(changed(from_dict(saved), **ramp)))
+    assert "from now on: its warm-up (a fraction of that), weight decay;" in notes[0]
     saved = to_dict(changed(RunConfig(), train_iters=10, lr_decay_iters=30))
     config, _, notes = load(["--train-iters", "20"], saved)
     assert config.schedule.lr_decay_iters == 30 and notes == ()

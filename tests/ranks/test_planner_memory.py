@@ -62,7 +62,7 @@ def real(job: Job) -> dict[str, Any]:
 def check(job: Job, found: dict[str, Any]) -> None:
     pp, tp, dp = found["at"]
     parts = rank_stages(job.config, job.layout, pp, tp, job.optim.freeze)
-    planned = states(job, parts, dp)
+    planned = states(job, parts, dp, tp)
     for kind in ("weights", "gradients", "masters", "moments", "host"):
         assert getattr(planned, kind) == found[kind], (kind, job.layout, found["at"])
     assert {n: p.shard.shape for part in parts for n, p in part.placed.items()} == found["names"]
@@ -106,6 +106,17 @@ def test_several_ranks(ranks: Callable[..., list[Any]], name: str, dtype: str, a
     job = job_of(name, Layout(**{"dp": 1, **SMALL, **axes}), dtype)
     for found in ranks(job.world, real, job):
         check(job, found)
+
+
+def test_the_fullest_rank_of_a_stage_with_experts_that_are_dealt_anew(ranks: Callable[..., list[Any]]) -> None:
+    """Experts lie whole on every rank of tp 2 x dp 2, so that their shards go over all four; rows make them uneven."""
+    job = job_of("tiny-moe", Layout(**{**SMALL, "tp": 2, "dp": 2, "etp": 1, "zero": 1}), "bfloat16", num_experts=3)
+    built = ranks(4, real, job)
+    for found in built:
+        check(job, found)
+    most = max(sum(found[kind] for kind in ("weights", "gradients", "masters", "moments")) for found in built)
+    assert states(job, rank_stages(job.config, job.layout, 0)).states == most
+    assert len({(found["masters"], found["moments"]) for found in built}) > 1
 
 
 def state_of(found: dict[str, int]) -> tuple[int, ...]:

@@ -116,17 +116,24 @@ def read_manifest(path: str | Path) -> Manifest:
             raise BadManifest(f"the file has {size} bytes; at most {MAX_MANIFEST_BYTES} are read")
         return parse_manifest(file.read_bytes())
     except RecursionError as error:
-        raise _unreadable(file, "its JSON is nested too deeply") from error
-    except (OSError, ValueError) as error:
-        raise _unreadable(file, str(error)) from error
+        raise _unreadable(file, "is not in this format: its JSON is nested too deeply") from error
+    except FileNotFoundError as error:
+        raise _unreadable(file, "is missing") from error
+    except OSError as error:
+        raise _unreadable(file, f"cannot be read: {error.strerror}") from error
+    except BadManifest as error:
+        raise _unreadable(file, f"is damaged or not in this format: {error}") from error
+    except ValueError as error:
+        raise _unreadable(file, f"is damaged, what it holds is no JSON: {error}") from error
 
 
 def _unreadable(file: Path, why: str) -> Exception:
-    return refuse(
-        f"read the checkpoint {file.parent}",
-        f"{file.name} is missing, damaged or not in this format: {why}",
-        "load another step_XXXXXXXX directory of the same run, or the run directory to get the newest complete one",
-    )
+    step = file.parent
+    others = sorted(m.parent for m in step.parent.glob(f"step_*/{MANIFEST}") if m.parent != step)
+    fix = "copy it again from where this checkpoint came"
+    if others and step.name.startswith("step_"):
+        fix = f"{others[-1]}, another step of the same run, or {fix}"
+    return refuse(f"read the checkpoint {step}", f"{file.name} {why}", fix)
 
 
 def parse_manifest(data: bytes) -> Manifest:

@@ -79,14 +79,16 @@ def choice(path: str | Path, log: Callable[[str], None] = _warn) -> Choice:
 def first_whole(given: Choice, log: Callable[[str], None], check: Callable[[Path], object]) -> Path | None:
     """The first step that `check` does not refuse; refused with all that it found when it refuses every one."""
     damage: list[Problem] = []
+    passed: list[str] = []  # said where another is found: a refusal says it itself
     for step in given.steps:
         try:
             check(step)
         except Refused as refusal:
             damage += refusal.problems
-            if step != given.path:
-                log(f"checkpoint {step} is not complete, looking for another: {refusal.problems[0].case}")
+            passed.append(f"checkpoint {step} is not complete, looking for another: {refusal.problems[0].case}")
             continue
+        for line in passed:
+            log(line)
         if given.named != step:
             log(f"loading {step}, the newest complete checkpoint of {given.path}")
         return step

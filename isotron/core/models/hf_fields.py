@@ -27,6 +27,17 @@ NEUTRAL = frozenset(
     base_model_pp_plan _commit_hash language
     """.split()  # noqa: SIM905  a list of words reads better as text
 )
+# whole numbers from 1 on, under whatever name a family has them
+SIZES = frozenset(
+    """
+    hidden_size n_embd d_model num_hidden_layers n_layer num_layers num_decoder_layers num_attention_heads n_head
+    num_heads num_key_value_heads head_dim d_kv intermediate_size n_inner d_ff vocab_size max_position_embeddings
+    n_positions moe_intermediate_size n_routed_experts num_local_experts num_experts num_experts_per_tok
+    experts_per_token kv_lora_rank qk_rope_head_dim qk_nope_head_dim v_head_dim relative_attention_num_buckets
+    type_vocab_size
+    """.split()  # noqa: SIM905
+)
+LARGEST = 10**9  # beyond it a typing error would fill the machine before anything else could be said
 MUST_BE_OFF = ("is_encoder_decoder", "add_cross_attention", "tie_encoder_decoder", "quantization_config")
 
 
@@ -39,10 +50,18 @@ class Fields:
         self.cases: list[str] = []
 
     def take(self, name: str, default: Any, *others: str) -> Any:
-        """The value of a field under the first of its names that is there and not null."""
-        for key in (name, *others):
-            self.seen.add(key)
-        return next((self.values[k] for k in (name, *others) if self.values.get(k) is not None), default)
+        """The value of a field under the first of its names that is there and not null; the default for a size that
+        is none, which `finish` refuses.
+        """
+        self.seen.update((name, *others))
+        key = next((k for k in (name, *others) if self.values.get(k) is not None), None)
+        if key is None:
+            return default
+        value = self.values[key]
+        if key in SIZES and (type(value) is not int or not 0 < value <= LARGEST):
+            self.cases.append(f"{key} is {value!r}, a size is a whole number from 1 to {LARGEST}")
+            return default
+        return value
 
     def need(self, name: str, *legal: Any) -> None:
         """A field that must have one of these values when it is there and not null."""

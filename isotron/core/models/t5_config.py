@@ -110,6 +110,11 @@ class T5Config:
         asked = {
             f"--cp {layout.cp}": ("the encoder's rows are not dealt to ranks", "--cp 1", layout.cp > 1),
             f"--ep {layout.ep}": ("it has no experts", "--ep 1", layout.ep > 1),
+            "--hybrid-context-parallel": (
+                "it deals the documents of one stream anew, and T5 reads pairs of two",
+                "--no-hybrid-context-parallel, with more --dp or --tp ranks instead",
+                layout.hybrid_context_parallel,
+            ),
             f"--attention-backend {layout.attention_backend}": (
                 "its scores have a bias that is trained, so probabilities are formed", "--attention-backend auto",
                 layout.attention_backend in ("flash", "fused"),
