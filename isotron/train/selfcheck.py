@@ -105,7 +105,7 @@ def with_rotation(small: Any) -> Any:
 
 def scaled_case(config: RunConfig, inject: str = "") -> Case:
     """What is trained in place of the user's run: 3 microbatches, unequal numbers of unmasked tokens."""
-    layout = scaled_layout(config)
+    layout, data = scaled_layout(config), config.data
     micro = min(config.train.micro_batch_size, 2)
     return Case(
         scaled_model(config, layout),
@@ -113,7 +113,7 @@ def scaled_case(config: RunConfig, inject: str = "") -> Case:
         SEQUENCE,
         micro,
         3 * micro * layout.dp,
-        isolate=config.data.reset_attention_mask or config.data.pack_documents,
+        isolate=data.reset_attention_mask or data.pack_documents or data.short_seq_prob > 0,
         inject=inject,
         source=SEQUENCE + SEQUENCE // 2 if getattr(config.model, "two_streams", False) else 0,
         types=getattr(config.model, "type_vocab_size", 0),

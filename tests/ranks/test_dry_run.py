@@ -18,10 +18,10 @@ from isotron.config.schema import RunConfig, changed
 from isotron.core.mesh import Mesh
 from isotron.train.dryrun.rank import RankReport, dry, measure, microbatches, rounds
 from isotron.train.dryrun.reasons import REASONS
-from tests import matrix, moe_matrix, t5_matrix
+from tests import bert_matrix, matrix, moe_matrix, t5_matrix
 
 ROOT = Path(__file__).resolve().parents[2]
-MODELS = {**matrix.MODELS, **moe_matrix.MODELS, **t5_matrix.MODELS}
+MODELS = {**matrix.MODELS, **moe_matrix.MODELS, **t5_matrix.MODELS, **bert_matrix.MODELS}
 EXACT = ("layers", "parameters", "weights", "gradients", "masters", "moments", "activations", "update")
 
 # what a rank of it keeps and sends does not depend on where tokens go
@@ -40,6 +40,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "CP2 x PP2, packed rows": ("llama", {"cp": 2, "pp": 2, "reset_attention_mask": True}),
     "experts, TP2": ("groups", {"tp": 2}),
     "latent, PP2": ("mla", {"pp": 2}),
+    "words, CP2 x TP2": ("post", {"cp": 2, "tp": 2, "sequence_parallel": True, "short_seq_prob": 0.1}),
     "two streams, TP2 x PP2": ("t5", {"tp": 2, "pp": 2, "sequence_parallel": True, "recompute": "full"}),
 }
 
@@ -71,7 +72,7 @@ def calls(report: RankReport) -> dict[Any, tuple[int, int]]:
 
 
 # the others run with --slow
-QUICK = ("TP2+SP", "DP2 ZeRO-1", "DP2 ZeRO-3", "CP2 ring", "experts, TP2", "two streams, TP2 x PP2")
+QUICK = ("TP2+SP", "DP2 ZeRO-1", "DP2 ZeRO-3", "words, CP2 x TP2", "experts, TP2", "two streams, TP2 x PP2")
 
 
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in CASES])

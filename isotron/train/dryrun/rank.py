@@ -171,9 +171,9 @@ def _batch(config: RunConfig, index: int) -> Batch:
     s = config.model.decoder_seq_length if isinstance(config.model, T5Config) else e
     tokens = (torch.arange(b * s).view(b, s) * 7 + index) % config.model.vocab_size
     rows = torch.arange(s).expand(b, -1)
-    documents = (
-        torch.zeros(b, s, dtype=torch.int64) if config.data.reset_attention_mask or config.data.pack_documents else None
-    )
+    data = config.data
+    apart = data.reset_attention_mask or data.pack_documents or data.short_seq_prob > 0
+    documents = torch.zeros(b, s, dtype=torch.int64) if apart else None
     batch = _Rows(tokens, tokens.clone(), torch.ones(b, s), rows, torch.arange(b) + index * b, documents)
     if isinstance(config.model, T5Config):
         source = (torch.arange(b * e).view(b, e) * 5 + index) % config.model.vocab_size
