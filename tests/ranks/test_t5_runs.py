@@ -25,7 +25,8 @@ T5 = {"dtype": "float64", "train_iters": 4, "eval_iters": 2, "eval_interval": 2,
       "sentinel_ids": (130, 129, 128), "mask_prob": 0.2}  # fmt: skip
 
 
-def test_goes_on_in_every_layout(ranks: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", [pytest.param("TP2+SPxPP2", marks=pytest.mark.slow), "PP2x2chunks zero 2"])
+def test_goes_on_in_every_layout(ranks: Any, tmp_path: Path, name: str) -> None:
     """Dropout, blends, validation and the checkpoint: all of them at once, against one process."""
     words = runs.write_data(tmp_path)
     whole = str(tmp_path / "whole")
@@ -34,17 +35,16 @@ def test_goes_on_in_every_layout(ranks: Any, tmp_path: Path) -> None:
     assert ranks(1, runs.train, cfg, whole) == [0]
     wanted = {key: runs.lines(whole, key) for key in ("loss", "grad_norm", "sample_ids", "eval_loss")}
     assert set(wanted["loss"]) == {1, 2, 3, 4} and set(wanted["eval_loss"]) == {2, 4}
-    for name, layout in LAYOUTS.items():
-        rest = str(tmp_path / name.replace(" ", "-"))
-        other = runs.changed(cfg, load=runs.step_dir(whole, 2), save=rest, layer_split="balanced", **layout)
-        world = other.layout.world
-        assert ranks(world, runs.train, other, rest) == [0] * world
-        for key, first in wanted.items():
-            later = runs.lines(rest, key)
-            assert later == {step: pytest.approx(first[step], rel=1e-9) for step in first if step > 2}, (name, key)
-        found, own = runs.tensors(runs.step_dir(rest, 4)), runs.tensors(runs.step_dir(whole, 4))
-        assert found.keys() == own.keys()
-        assert all((found[n] - own[n]).abs().max() <= 1e-9 * own[n].abs().max() + 1e-15 for n in own), name
+    rest = str(tmp_path / name.replace(" ", "-"))
+    other = runs.changed(cfg, load=runs.step_dir(whole, 2), save=rest, layer_split="balanced", **LAYOUTS[name])
+    world = other.layout.world
+    assert ranks(world, runs.train, other, rest) == [0] * world
+    for key, first in wanted.items():
+        later = runs.lines(rest, key)
+        assert later == {step: pytest.approx(first[step], rel=1e-9) for step in first if step > 2}, (name, key)
+    found, own = runs.tensors(runs.step_dir(rest, 4)), runs.tensors(runs.step_dir(whole, 4))
+    assert found.keys() == own.keys()
+    assert all((found[n] - own[n]).abs().max() <= 1e-9 * own[n].abs().max() + 1e-15 for n in own), name
 
 
 WRITES: dict[str, dict[str, Any]] = {"1": {}, "TP2xPP2": {"tp": 2, "pp": 2}, "PP4": {"pp": 4}}
@@ -60,9 +60,9 @@ def write(layout: dict[str, Any]) -> list[list[int]]:
     return [row for t in (0.0, 1.0) for row in engine.generate(prompts, 12, temperature=t, stop_ids=(3, 4)).tokens]
 
 
-def test_writes_the_same_in_every_layout(ranks: Any) -> None:
-    """Stages that hold the encoder alone, blocks of both, and the decoder alone."""
+@pytest.mark.parametrize("name", ["TP2xPP2", pytest.param("PP4", marks=pytest.mark.slow)])
+def test_writes_the_same_in_every_layout(ranks: Any, name: str) -> None:
+    """Stages that hold the encoder alone, blocks of both, and, of four, the decoder alone."""
     (alone,) = ranks(1, write, WRITES["1"])
     assert len({tuple(row) for row in alone}) == 6
-    for layout in (WRITES["TP2xPP2"], WRITES["PP4"]):
-        assert ranks(4, write, layout) == [alone] * 4
+    assert ranks(4, write, WRITES[name]) == [alone] * 4
