@@ -13,7 +13,6 @@ from isotron.commands.run_options import JSON, run_help
 from isotron.config.catalogue import Option
 from isotron.config.check import check, finish
 from isotron.config.load import Loaded, read
-from isotron.config.rules_streams import two_streams
 from isotron.config.schema import MODELS, PRESETS, RunConfig, changed, to_toml
 from isotron.core.errors import Problem, Refused, refuse
 from isotron.planner import report
@@ -87,9 +86,7 @@ def run(words: Sequence[str]) -> int:
     limit = flags["memory_limit"] * GIB or report.default_limit(place)
     tokens = amount("--tokens", flags["tokens"] or (f"{MILESTONES[name][5]:g}B" if name in MILESTONES else "0"))
     shape = MILESTONES[name][0] if name in MILESTONES else config.model
-    if two_streams(config):
-        facts = _without_time(config, flags, place, limit, bool(given.intersection(SEARCHED)))
-    elif given.intersection(SEARCHED):
+    if given.intersection(SEARCHED):
         facts = _one(config, shape, flags, place, limit, tokens)
     else:
         facts = _search(config, shape, flags, place, limit, tokens)
@@ -173,24 +170,6 @@ def _one(
     facts = report.layout_facts(job, place, limit, tokens)
     lines = [*report.layout_lines(facts), *_written(flags, config, job), *_drawn(flags, facts, job, place)]
     return {**facts, "lines": [*chosen, *lines]}
-
-
-def _without_time(
-    config: RunConfig, flags: Mapping[str, Any], place: Place, limit: float, laid_out: bool
-) -> dict[str, Any]:
-    """The bytes of a given layout of an encoder and a decoder, whose seconds are not modelled."""
-    asked = [f"--{name} {flags[name]}" for name in ("scaling", "html", "out", "tokens") if flags[name]]
-    if asked or not laid_out:
-        case = f"the time of family {config.model.family}, an encoder and a decoder, is not modelled, its bytes are"
-        fix = "a layout such as --tp 2 --pp 2 --dp 2; isotron train --dry-run counts what its ranks send"
-        raise refuse(f"isotron plan {' '.join(asked)}".rstrip() + f" with family {config.model.family}", case, fix)
-    problems = check(config, None, 0, config.model.vocab_size, UNUSED)
-    if problems:
-        raise Refused(problems)
-    job = Job.of(finish(config))
-    facts = report.size_facts(job, place, limit)
-    warned = [f"warning: {text}" for text in facts["warnings"]]
-    return {**facts, "lines": [*report.size_lines(facts), *warned, "seconds: not modelled for two streams"]}
 
 
 def _with_positions(shape: Any, config: RunConfig) -> Any:

@@ -144,16 +144,31 @@ def recomputed_share(job: Job) -> float:
 
 def _attention(job: Job, place: Place) -> tuple[float, float]:
     """Scores and values: fused (causal, products only) or with scores in memory (the whole square)."""
-    f, device = place.fractions, place.device
-    rate = device.peak("bfloat16") * min(1.0, f.matmul if place.form == "16bit" else 0.8) * f.attention
     if place.stack.fused_attention:
-        forward = attention_flops(job, causal=True) / rate
+        forward = attention_flops(job, causal=True) / _attention_rate(place)
         return forward, 2.5 * forward
+    return _with_scores(job, place, attention_flops(job, causal=False), job.tokens * job.seq)
+
+
+def _attention_rate(place: Place) -> float:
+    f = place.fractions
+    return place.device.peak("bfloat16") * min(1.0, f.matmul if place.form == "16bit" else 0.8) * f.attention
+
+
+def _with_scores(job: Job, place: Place, flops: float, scores: float) -> tuple[float, float]:
+    """Attention whose scores (so many of each head) lie in memory."""
     # a head whose width is no multiple of 8 leaves the tensor cores idle
-    rate *= 0.25 if job.config.head_size % 8 else job.config.head_size / (job.config.head_size + 64)
-    flops, bandwidth = attention_flops(job, causal=False), device.bandwidth * f.memory
-    forward = flops / rate + score_traffic(job, False) / bandwidth
-    return forward, 2 * flops / rate + score_traffic(job, True) / bandwidth
+    full = 0.25 if job.config.head_size % 8 else job.config.head_size / (job.config.head_size + 64)
+    rate, bandwidth = _attention_rate(place) * full, place.device.bandwidth * place.fractions.memory
+    forward = flops / rate + score_traffic(job, scores, False) / bandwidth
+    return forward, 2 * flops / rate + score_traffic(job, scores, True) / bandwidth
+
+
+def explicit_scores(job: Job, place: Place, queries: float, keys: float) -> tuple[float, float]:
+    """(forward, backward) of so many queries that meet so many keys each, probabilities as tensors."""
+    c = job.config
+    flops = 4.0 * c.num_attention_heads / job.layout.tp * c.head_size * keys * queries
+    return _with_scores(job, place, flops, queries * keys)
 
 
 def _tensor_parallel(job: Job, place: Place) -> float:
@@ -193,6 +208,6 @@ def head_seconds(job: Job, place: Place) -> tuple[Seconds, Seconds]:
     """The output layer and the loss of one microbatch."""
     f, p = place.fractions, head_product(job.config, job.layout)
     rate = place.device.peak(FORMS["32bit" if place.form == "32bit" else "16bit"]) * min(0.85, f.matmul)
-    products = product_seconds(job.tokens, p.outputs, p.inputs, rate, f.small)
-    traffic = job.tokens * p.outputs * 8 / (place.device.bandwidth * f.memory)
+    products = product_seconds(job.output_tokens, p.outputs, p.inputs, rate, f.small)
+    traffic = job.output_tokens * p.outputs * 8 / (place.device.bandwidth * f.memory)
     return Seconds(products=products, elements=traffic), Seconds(products=2 * products, elements=traffic)

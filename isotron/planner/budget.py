@@ -71,7 +71,7 @@ def _block_work(job: Job) -> float:
 def _module_work(job: Job, name: str) -> float:
     kept = block(job, "none")
     if name == "core_attn":  # only explicit probabilities are formed again
-        again = score_traffic(job, False) * FLOPS_PER_BYTE + attention_flops(job, False) / 2
+        again = score_traffic(job, job.tokens * job.seq, False) * FLOPS_PER_BYTE + attention_flops(job, False) / 2
         return again if any(t.name == "probabilities" for t in kept) else 0.0
     own = {"layernorm": "norm output", "moe_act": "activation output"}
     written = sum(t.bytes for t in kept if t.name == own.get(name, "")) * job.tokens

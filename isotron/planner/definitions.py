@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from isotron.planner.job import Job
+from isotron.planner.pairs import are_read
 from isotron.planner.parameters import count_parameters
 from isotron.planner.work import step_flops
 
@@ -113,9 +114,9 @@ def seconds(row: Mapping[str, str], job: Job) -> float:
 
 
 def utilisation(job: Job, step: float, peak: float) -> dict[str, dict[str, Any]]:
-    """TFLOP/s per device and share of the peak under each general definition."""
+    """TFLOP/s per device and share of the peak under each general definition; the formulas know of decoders alone."""
     found = {}
-    for name in ("megatron", "korthikanti-mfu", "sc21-hfu", "palm"):
+    for name in ("megatron",) if are_read(job) else ("megatron", "korthikanti-mfu", "sc21-hfu", "palm"):
         rate = DEFINITIONS[name](job) / step / job.world
         found[name] = {"tflops": rate / 1e12, "of_peak": rate / peak}
     return found

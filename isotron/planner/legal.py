@@ -13,6 +13,7 @@ from dataclasses import replace
 from isotron.core.parallel.plan import Layout
 from isotron.planner.experts import expert_sizes
 from isotron.planner.job import Job
+from isotron.planner.pairs import are_read, rows
 
 MICRO_BATCHES = (1, 2, 4, 8, 16)
 CHUNKS = (1, 2, 3, 4, 6, 8)
@@ -26,10 +27,10 @@ def layouts(job: Job, devices: int, node: int) -> Iterator[Job]:
     for tp in _divisors(devices, max(8, node) if node < 16 else 8):
         if c.num_attention_heads % tp or c.ffn % tp or (c.kv_heads % tp and tp % c.kv_heads):
             continue
-        if job.seq % tp:
+        if any(n % tp for n in rows(job)):
             continue
         for pp in _divisors(devices // tp, c.num_layers):
-            for cp in _contexts(job.seq, devices // tp // pp):
+            for cp in [1] if are_read(job) else _contexts(job.seq, devices // tp // pp):
                 dp = devices // tp // pp // cp
                 base = Layout(tp, pp, dp, 1, tp > 1, int(dp * cp > 1), "1f1b", cp=cp)
                 for micro in MICRO_BATCHES if cp == 1 else MICRO_BATCHES[:1]:

@@ -69,7 +69,7 @@ def _head(f: Mapping[str, Any]) -> list[str]:
 
 
 def _memory(memory: Mapping[str, Any]) -> str:
-    rows = [(f"pp rank {i}", {k: r[k] / GIB for k in KINDS}) for i, r in enumerate(memory["ranks"])]
+    rows = [(f"rank {i}", {k: r[k] / GIB for k in KINDS}) for i, r in enumerate(memory["ranks"])]
     return bars(rows, memory["limit"] / GIB, "GiB")
 
 

@@ -20,8 +20,8 @@ def are_read(job: Job) -> bool:
 
 
 def rows(job: Job) -> tuple[int, int]:
-    """Tokens of a row of the encoder, and of the decoder."""
-    return job.seq, job.config.decoder_seq_length or job.seq
+    """Tokens of a row of the encoder, and of the decoder; the same twice for other families."""
+    return job.seq, getattr(job.config, "decoder_seq_length", 0) or job.seq
 
 
 def _local(job: Job) -> tuple[float, int, int, int]:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from isotron.planner.block_time import Place
 from isotron.planner.job import Job
+from isotron.planner.pairs import rows
 from isotron.planner.search import Candidate, evaluate
 
 
@@ -70,7 +71,9 @@ def _wider(job: Job) -> list[tuple[str, Job]]:
 def legal(job: Job) -> bool:
     """Whether sizes divide."""
     c, layout = job.config, job.layout
-    fits = c.num_attention_heads % layout.tp == 0 and c.ffn % layout.tp == 0 and job.seq % layout.tp == 0
+    fits = (
+        c.num_attention_heads % layout.tp == 0 and c.ffn % layout.tp == 0 and all(n % layout.tp == 0 for n in rows(job))
+    )
     groups = c.kv_heads % layout.tp == 0 or layout.tp % c.kv_heads == 0
     batch = job.global_batch % (job.micro_batch * job.dp) == 0
     return fits and groups and batch and c.num_layers >= layout.stages

@@ -14,6 +14,7 @@ from isotron.planner.experts import number_of_experts
 from isotron.planner.hardware import GIB
 from isotron.planner.job import Job
 from isotron.planner.memory import KINDS, plan_memory
+from isotron.planner.pairs import are_read, rows
 from isotron.planner.parameters import count_parameters
 from isotron.planner.remedies import remedies
 from isotron.planner.search import MARGIN, Candidate, Found, describe, fullest, why
@@ -24,30 +25,15 @@ DAY = 86400.0
 
 def layout_facts(job: Job, place: Place, limit: float, tokens: float) -> dict[str, Any]:
     """Everything about one layout; `tokens` of the whole run, 0 if unknown."""
-    facts, seconds = size_facts(job, place, limit), step_seconds(job, place, exact=True)
-    step = seconds.total
-    facts |= {
-        "time": {"step": step, "kinds": asdict(seconds), "bubble": seconds.bubble / step},
-        "tokens_per_s": job.step_tokens / step,
-        "utilisation": utilisation(job, step, place.device.peak(FORMS[place.form])),
-        "warnings": warnings(job, place.device.node, seconds.bubble / step),
-    }
-    if tokens:
-        facts["run"] = run_facts(job, step, tokens)
-    if not facts["memory"]["fits"]:
-        facts["remedies"] = [_row(c, text) for text, c in remedies(job, place, limit)]
-    return facts
-
-
-def size_facts(job: Job, place: Place, limit: float) -> dict[str, Any]:
-    """What of one layout has nothing to do with time."""
-    memory = plan_memory(job, place.device.context)
+    seconds, memory = step_seconds(job, place, exact=True), plan_memory(job, place.device.context)
     rank, most = fullest(memory)
-    return {
+    step = seconds.total
+    facts: dict[str, Any] = {
         "layout": describe(job.layout),
         "micro_batch_size": job.micro_batch,
         "global_batch_size": job.global_batch,
         "seq_length": job.seq,
+        "decoder_rows": rows(job)[1] if are_read(job) else 0,
         "microbatches": job.microbatches,
         "devices": job.world,
         "device": place.device.name,
@@ -60,8 +46,16 @@ def size_facts(job: Job, place: Place, limit: float) -> dict[str, Any]:
             "fullest_rank": rank,
             "ranks": [{**{k: getattr(b, k) for k in KINDS}, "total": b.total, "host": b.host} for b in memory],
         },
-        "warnings": warnings(job, place.device.node),
+        "time": {"step": step, "kinds": asdict(seconds), "bubble": seconds.bubble / step},
+        "tokens_per_s": job.step_tokens / step,
+        "utilisation": utilisation(job, step, place.device.peak(FORMS[place.form])),
+        "warnings": warnings(job, place.device.node, seconds.bubble / step),
     }
+    if tokens:
+        facts["run"] = run_facts(job, step, tokens)
+    if not facts["memory"]["fits"]:
+        facts["remedies"] = [_row(c, text) for text, c in remedies(job, place, limit)]
+    return facts
 
 
 def run_facts(job: Job, step: float, tokens: float) -> dict[str, float]:
@@ -108,7 +102,8 @@ def _gib(n: float) -> str:
 
 def layout_lines(f: Mapping[str, Any]) -> list[str]:
     """One layout for a terminal."""
-    lines = [*size_lines(f), "", *time_lines(f["time"]), "", f"{f['tokens_per_s']:,.0f} tokens/s"]
+    of = " of the encoder's rows" if f["decoder_rows"] else ""
+    lines = [*size_lines(f), "", *time_lines(f["time"]), "", f"{f['tokens_per_s']:,.0f} tokens/s{of}"]
     for name, u in f["utilisation"].items():
         lines.append(f"  {name:<16} {u['tflops']:8.1f} TFLOP/s per device  {u['of_peak']:6.1%} of the peak")
     if "run" in f:
@@ -121,12 +116,13 @@ def layout_lines(f: Mapping[str, Any]) -> list[str]:
 
 def size_lines(f: Mapping[str, Any]) -> list[str]:
     """What of a layout has nothing to do with time."""
-    lay = f["layout"]
+    lay, rows = f["layout"], f["decoder_rows"]
+    tokens = f"{f['seq_length']} + {rows}" if rows else f["seq_length"]
     return [
         f"{f['parameters'] / 1e9:.2f} billion parameters on {f['devices']} x {f['device']}, "
         f"efficiencies of {f['stack']}",
         "  ".join(f"{k} {v}" for k, v in lay.items()),
-        f"microbatch {f['micro_batch_size']} x {f['seq_length']} tokens, {f['microbatches']} microbatches, "
+        f"microbatch {f['micro_batch_size']} x {tokens} tokens, {f['microbatches']} microbatches, "
         f"{f['global_batch_size']} sequences per step",
         *expert_lines(f["experts"], lay["ep"]),
         "",

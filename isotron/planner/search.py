@@ -13,6 +13,7 @@ from typing import Any
 
 from isotron.core.errors import refuse
 from isotron.core.parallel.plan import Layout
+from isotron.planner import pairs
 from isotron.planner.activations import stage_bytes
 from isotron.planner.block_time import Place, Seconds
 from isotron.planner.job import Job
@@ -63,10 +64,18 @@ def quick_memory(job: Job, context: float) -> float:
     own = (held - experts) / job.layout.shard_ranks + experts / job.layout.expert_shard_ranks
     state = (own if zero == 3 else held) * job.element + (own if zero >= 2 else held) * job.gradient
     state += own * per_element(job)
-    counts = [len(r) for r in stage_layers(job.config, job.layout)]
-    kept = stage_bytes(job, max(counts), True, job.layout.stages == 1) * _in_flight(job)
+    kept = _kept(job) * _in_flight(job)
     rest = recompute_bytes(job) + logits_bytes(job) + communication(job) + _temporary(job) + _passing(job)
     return state + kept + rest + context
+
+
+def _kept(job: Job) -> float:
+    """Activations of a microbatch in a stage: of the first with the most blocks, or of the fullest of a pair's."""
+    split = stage_layers(job.config, job.layout)
+    last = len(split) - 1
+    if pairs.are_read(job):
+        return max(pairs.stage_bytes(job, r, s == 0, s == last) for s, r in enumerate(split))
+    return stage_bytes(job, max(map(len, split)), True, last == 0)
 
 
 def _passing(job: Job) -> float:

@@ -7,8 +7,11 @@ its closed form, which a search can afford.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import add, mul
+from typing import Any
 
 from isotron.core.parallel.pipeline.simulate import Costs, simulate
+from isotron.planner import pair_time, pairs
 from isotron.planner.block_time import Place, Seconds, block_seconds, head_seconds
 from isotron.planner.experts import number_of_experts
 from isotron.planner.job import Job
@@ -18,47 +21,60 @@ from isotron.planner.work import block_products
 STEP_BYTES = 30  # per element that an optimizer step reads and writes: masters, moments, gradient, weight
 
 
+Counts = tuple[int, ...]  # blocks of each kind: one kind, or an encoder's and a decoder's
+Passes = tuple[Seconds, Seconds]  # forward and backward
+
+
 @dataclass(frozen=True)
 class Units:
-    """(forward, backward) of what stages are made of: a block, the output layer, and what every stage has."""
+    """What stages are made of: a block of each kind, the output layer, and what every stage has in each pass."""
 
-    block: tuple[Seconds, Seconds]
-    head: tuple[Seconds, Seconds]
+    blocks: tuple[Passes, ...]
+    head: Passes
     edge: Seconds
 
-    def stage(self, blocks: int, last: bool) -> tuple[Seconds, Seconds]:
-        """A stage of so many blocks."""
-        forward, backward = (x.scaled(blocks).plus(self.edge) for x in self.block)
+    def stage(self, counts: Counts, last: bool, stages: int = 1) -> Passes:
+        """A stage, or several of one rank together, of so many blocks."""
+        forward, backward = self.edge.scaled(stages), self.edge.scaled(stages)
+        for count, (there, back) in zip(counts, self.blocks, strict=True):
+            forward, backward = forward.plus(there.scaled(count)), backward.plus(back.scaled(count))
         return (forward.plus(self.head[0]), backward.plus(self.head[1])) if last else (forward, backward)
+
+
+def counted(config: Any, layers: range) -> Counts:
+    """How many blocks of each kind stand among these."""
+    if not getattr(config, "two_streams", False):
+        return (len(layers),)
+    encoding = len(range(layers.start, min(layers.stop, config.encoder_num_layers)))
+    return encoding, len(layers) - encoding
 
 
 def units(job: Job, place: Place) -> Units:
     """Seconds of the parts of stages, with what they wait for their neighbours and for weights."""
-    forward, backward = block_seconds(job, place)
-    gather, scatter = _gathered(job, place, forward.total, backward.total)
-    block = forward.plus(Seconds(zero3=gather)), backward.plus(Seconds(zero3=scatter))
-    return Units(block, head_seconds(job, place), Seconds(pp=_transfer(job, place)))
+    each = pair_time.block_seconds(job, place) if pairs.are_read(job) else (block_seconds(job, place),)
+    blocks = []
+    for (forward, backward), elements in zip(each, kinds_elements(job), strict=True):
+        gather, scatter = _gathered(job, place, elements, forward.total, backward.total)
+        blocks.append((forward.plus(Seconds(zero3=gather)), backward.plus(Seconds(zero3=scatter))))
+    return Units(tuple(blocks), head_seconds(job, place), Seconds(pp=_transfer(job, place)))
 
 
-def stage_seconds(job: Job, place: Place) -> list[tuple[Seconds, Seconds]]:
+def stage_seconds(job: Job, place: Place) -> list[Passes]:
     """(forward, backward) of every stage for one microbatch."""
-    parts, counts = units(job, place), stage_layers(job.config, job.layout)
-    return [parts.stage(len(r), s == len(counts) - 1) for s, r in enumerate(counts)]
+    parts, split = units(job, place), stage_layers(job.config, job.layout)
+    return [parts.stage(counted(job.config, r), s == len(split) - 1) for s, r in enumerate(split)]
 
 
 def rank_seconds(job: Job, place: Place) -> list[Seconds]:
     """Forward and backward of all stages of every pipeline rank, for one microbatch; equal ranks share a value."""
-    parts, counts, home = units(job, place), stage_layers(job.config, job.layout), job.layout.placement
-    sums: list[tuple[int, int, bool]] = [(0, 0, False)] * job.layout.pp
-    for s, r in enumerate(counts):
-        blocks, stages, last = sums[home[s]]
-        sums[home[s]] = blocks + len(r), stages + 1, last or s == len(counts) - 1
-    block, head = parts.block[0].plus(parts.block[1]), parts.head[0].plus(parts.head[1])
-    made = {
-        key: block.scaled(key[0]).plus(parts.edge.scaled(2 * key[1])).plus(head if key[2] else Seconds())
-        for key in set(sums)
-    }
-    return [made[key] for key in sums]
+    parts, split, home = units(job, place), stage_layers(job.config, job.layout), job.layout.placement
+    sums: list[tuple[Counts, bool, int]] = [((0,) * len(parts.blocks), False, 0)] * job.layout.pp
+    for s, r in enumerate(split):
+        counts, last, stages = sums[home[s]]
+        more = tuple(map(add, counts, counted(job.config, r)))
+        sums[home[s]] = more, last or s == len(split) - 1, stages + 1
+    made = {key: parts.stage(*key) for key in set(sums)}
+    return [made[key][0].plus(made[key][1]) for key in sums]
 
 
 def _transfer(job: Job, place: Place) -> float:
@@ -67,21 +83,22 @@ def _transfer(job: Job, place: Place) -> float:
     if layout.pp == 1:
         return 0.0
     share = layout.tp if layout.sequence_parallel or place.stack.scatter_gather else 1
-    wire = job.tokens * job.config.hidden_size * job.residual / share
+    # where a decoder begins, the encoder's rows and its own
+    tokens = job.micro_batch * sum(pairs.rows(job)) if pairs.are_read(job) else job.tokens
+    wire = tokens * job.config.hidden_size * job.residual / share
     stride = layout.tp * job.cp * job.dp
     apart = stride * layout.pp > device.node
     rate = device.outer * f.network if apart else device.inner * f.links
     return wire / rate * f.exposed_pp
 
 
-def _gathered(job: Job, place: Place, forward: float, backward: float) -> tuple[float, float]:
+def _gathered(job: Job, place: Place, elements: float, forward: float, backward: float) -> tuple[float, float]:
     """ZeRO-2: gradients of a block scattered in every backward; ZeRO-3: its weights gathered in both passes too. The
     excess over computing is waited for.
     """
     if job.layout.zero_stage < 2:
         return 0.0, 0.0
     f, ranks = place.fractions, job.layout.shard_ranks
-    elements = block_elements(job)
     share = f.links if ranks * job.layout.tp <= place.device.node else f.network
     rate = place.device.link(ranks, job.layout.tp) * share * ranks / max(1, ranks - 1)
     gather = elements * place.stack.gather_bytes / rate if job.layout.zero_stage == 3 else 0.0
@@ -96,12 +113,11 @@ def _gathered(job: Job, place: Place, forward: float, backward: float) -> tuple[
 def held_elements(job: Job) -> float:
     """Most weights of any pipeline rank, without padding, from the table's shapes."""
     c, layout = job.config, job.layout
-    per_block = block_elements(job)
-    counts = [len(r) for r in stage_layers(c, layout)]
+    each, split = kinds_elements(job), stage_layers(c, layout)
     held = [0.0] * layout.pp
     home = layout.placement
     for s, rank in enumerate(home):
-        held[rank] += counts[s] * per_block
+        held[rank] += sum(map(mul, each, counted(c, split[s])))
     table = layout.padded_vocab(c.vocab_size) / layout.tp * c.hidden_size
     held[home[0]] += table
     if not (c.tie_embeddings and home[0] == home[-1]):
@@ -110,9 +126,14 @@ def held_elements(job: Job) -> float:
 
 
 def block_elements(job: Job, experts_only: bool = False) -> float:
-    """Weights of a block in matrices, on one rank."""
+    """Weights of the last block in matrices, on one rank."""
     found = block_products(job.config, job.layout.tp, job.layout.expert_tp)
     return sum(p.outputs * p.inputs * copies(job, p.met) for p in found if not experts_only or p.met != 1.0)
+
+
+def kinds_elements(job: Job) -> tuple[float, ...]:
+    """Those of a block of each kind."""
+    return pair_time.elements(job) if pairs.are_read(job) else (block_elements(job),)
 
 
 def held_experts(job: Job) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import lru_cache
@@ -28,11 +29,16 @@ class Product:
         return self.outputs * self.inputs * self.met
 
 
-@lru_cache(maxsize=4096)
 def block_products(config: Any, tp: int, etp: int = 0) -> tuple[Product, ...]:
     """The matrices of the model's last block as one tensor-parallel rank holds them; experts are cut `etp` times, 0
     means tp.
     """
+    return tuple(named_products(config, tp, etp).values())
+
+
+@lru_cache(maxsize=4096)
+def named_products(config: Any, tp: int, etp: int = 0) -> Mapping[str, Product]:
+    """The same by their names in the block."""
     last = f"layers.{config.num_layers - 1}"
     rules = config.layout(config.vocab_size).rules
     chosen: dict[str, Rule] = {}
@@ -40,7 +46,7 @@ def block_products(config: Any, tp: int, etp: int = 0) -> tuple[Product, ...]:
         where, name = ".".join(r.pattern.split(".")[:2]), ".".join(r.pattern.split(".")[2:])
         if len(r.shape) == 2 and where.startswith("layers.") and fnmatchcase(last, where):
             chosen.setdefault(name, r)
-    return tuple(_product(config, r, tp, etp or tp) for r in chosen.values())
+    return {name: _product(config, r, tp, etp or tp) for name, r in chosen.items()}
 
 
 def _product(config: Any, rule: Rule, tp: int, etp: int) -> Product:
@@ -97,11 +103,9 @@ def _width(config: Any, tp: int) -> float:
     return float(experts.elements) if experts else float(config.ffn / tp)
 
 
-def score_traffic(job: Job, backward: bool) -> float:
-    """Bytes of attention scores that are not fused: written, masked and normalised, dropped, read again."""
-    c = job.config
-    scores = c.num_attention_heads / job.layout.tp * job.seq * job.tokens
-    return float(scores * (16 if backward else 11))
+def score_traffic(job: Job, scores: float, backward: bool) -> float:
+    """Bytes of scores that are not fused (so many of each head): written, masked and normalised, dropped, read again."""
+    return float(job.config.num_attention_heads / job.layout.tp * scores * (16 if backward else 11))
 
 
 @dataclass(frozen=True)

@@ -19,14 +19,14 @@ from isotron.core.parallel.plan import Layout
 from isotron.planner.advice import warnings
 from isotron.planner.amounts import amount, in_words
 from isotron.planner.block_time import Place
-from isotron.planner.efficiency import STACKS, stack_for
+from isotron.planner.efficiency import STACKS, Fractions, Stack, stack_for
 from isotron.planner.hardware import GIB, find, known
 from isotron.planner.job import Job
 from isotron.planner.memory import plan_memory
 from isotron.planner.remedies import remedies
 from isotron.planner.search import evaluate, frontier, layouts, quick_memory, search, why
 from isotron.planner.shapes import MILESTONES
-from isotron.planner.time import step_seconds
+from isotron.planner.time import kinds_elements, rank_seconds, step_seconds, units
 
 H100 = Place(find("h100"), stack_for("h100"))
 
@@ -178,6 +178,34 @@ def test_train_warns_where_there_are_accelerators_and_of_nonsense_everywhere() -
         ({"tp": 1, "dp": 1, "zero": 0, "pp": 16}, "16 pipeline stages for 12 layers"),
     ):
         assert [said in w for w in advice(changed(config, **leaves), 0, None)] == [True]
+
+
+def test_seconds_of_an_encoder_and_a_decoder_are_their_products() -> None:
+    """On a device that is as fast as its data sheet says: each block over its own rows, wherever it stands."""
+    ideal = Fractions(matmul=1.0, small=0.0, per_layer=0.0)
+    place = Place(find("h100"), Stack("ideal", "", fractions={"*/16bit": ideal}))
+    config = replace(PRESETS["t5-3b"], max_position_embeddings=512, decoder_seq_length=120, decoder_num_layers=6)
+    job = Job(config, Layout(dp=1), 512, 4, 32)
+    each, _ = config.multiplications(512)
+    peak = place.device.peak("bfloat16")
+    for tp in (1, 4):
+        cut = job.with_layout(tp=tp, sequence_parallel=tp > 1)
+        blocks = units(cut, place).blocks
+        for (forward, backward), (matrices, _) in zip(blocks, (each[0], each[-1]), strict=True):
+            assert forward.products == pytest.approx(2 * 4 * matrices / peak / tp)
+            assert backward.products == pytest.approx(2 * forward.products)
+        assert (blocks[0][0].tp > 0) == (tp > 1)
+    assert kinds_elements(job)[1] - kinds_elements(job)[0] == 4 * 1024 * 4096  # of cross-attention
+    whole = sum(x.products for x in rank_seconds(job, place))
+    for layout in ({"pp": 4}, {"pp": 2, "vpp": 2, "schedule": "zbv"}, {"pp": 4, "layer_split": "balanced"}):
+        ranks = rank_seconds(job.with_layout(**layout), place)
+        assert sum(x.products for x in ranks) == pytest.approx(whole)
+    uneven, balanced = (max(x.total for x in rank_seconds(job.with_layout(pp=4, layer_split=split), place))
+                        for split in ("even", "balanced"))  # fmt: skip
+    assert balanced <= uneven
+    slow = step_seconds(job.with_layout(recompute="full"), place)
+    assert slow.recompute > 0 and slow.total < 1.4 * step_seconds(job, place).total
+    assert step_seconds(replace(job, seq=1024), place).total > 1.5 * step_seconds(job, place).total
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------
