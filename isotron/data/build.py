@@ -59,7 +59,7 @@ class _Request:
 
     @property
     def length(self) -> int:
-        """Tokens of a sample but one."""
+        """Tokens of a stretch but one."""
         return self.config.seq_length if self.masking is None else self.masking.text - 1
 
     def open(self, prefix: str) -> IndexedDataset:
@@ -289,7 +289,7 @@ def _report(
     datasets: Sequence[GPTDataset | PackedDataset],
 ) -> None:
     """Say what will be read from where: shares of samples, tokens, and how often each source is gone through."""
-    length = request.length
+    length = request.length + (request.masking is not None)  # what is masked has no label beyond the last token
     label = request.label if name == NAMES[0] else ""
     request.log(f"{name} data{label}: {sum(drawn):,} samples of {length} tokens")
     for prefix, share, count, dataset in zip(prefixes, shares, drawn, datasets, strict=True):

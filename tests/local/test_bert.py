@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ import torch
 
 from isotron.cli import main
 from isotron.config.load import load
+from isotron.config.schema import from_dict
 from isotron.core.batch import Batch
 from isotron.core.errors import Refused
 from isotron.core.layout import whole
@@ -24,6 +28,7 @@ from isotron.hub.live import from_hf, to_hf
 from isotron.hub.reader import HFSource
 
 pytest.importorskip("transformers")
+ROOT = Path(__file__).resolve().parents[2]
 V, S, PADDED = 131, 40, 13
 SIZES: dict[str, Any] = {"vocab_size": V, "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 3,
                          "num_attention_heads": 4, "max_position_embeddings": 64, "type_vocab_size": 3,
@@ -162,21 +167,24 @@ def test_trains_from_such_a_directory(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "norm_placement is 'pre', bert means 'post'" in capsys.readouterr().err
 
 
-MEGATRON = """--defaults megatron --family bert --num-layers 24 --hidden-size 1024 --num-attention-heads 16
---seq-length 512 --max-position-embeddings 512 --micro-batch-size 4 --global-batch-size 32 --train-iters 1000000
---weight-decay 1e-2 --clip-grad 1.0 --fp16 --lr 0.0001 --lr-decay-iters 990000 --lr-decay-style linear --min-lr 1.0e-5
---lr-warmup-fraction .01 --tensor-model-parallel-size 8 --pipeline-model-parallel-size 16 --data-path my-bert
---vocab-file vocab.txt --tokenizer-type BertWordPieceLowerCase --split 949,50,1 --bert-no-binary-head --mask-prob 0.15
---log-interval 100 --save-interval 10000 --eval-interval 1000 --eval-iters 10"""
+MEGATRON = """--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 512 --max-position-embeddings 512
+--micro-batch-size 4 --global-batch-size 32 --train-iters 1000000 --weight-decay 1e-2 --clip-grad 1.0 --fp16 --lr 0.0001
+--lr-decay-iters 990000 --lr-decay-style linear --min-lr 1.0e-5 --lr-warmup-fraction .01 --tensor-model-parallel-size 8
+--pipeline-model-parallel-size 16 --mock-data --vocab-size 30522 --bert-no-binary-head --mask-prob 0.15 --device cpu
+--log-interval 100 --save-interval 10000 --eval-interval 1000 --eval-iters 10 --print-config --json"""
 
 
 def test_the_launch_line_of_megatron() -> None:
-    config, _, notes = load(MEGATRON.split())
+    line = ["bash", str(ROOT / "examples" / "pretrain_bert.sh"), *MEGATRON.split()]
+    done = subprocess.run(
+        line, capture_output=True, text=True, env={**os.environ, "PYTHON": sys.executable}, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    config = from_dict(json.loads(done.stdout)["config"])
     model, data = config.model, config.data
     assert isinstance(model, BertConfig) and (model.norm_placement, model.norm_epsilon) == ("pre", 1e-5)
-    assert (data.short_seq_prob, data.mask_prob, config.layout.tp) == (0.1, 0.15, 8)
-    said = " ".join(notes)
-    assert "norm_placement pre" in said and "--bert-no-binary-head" in said
+    assert (data.short_seq_prob, data.mask_prob, config.layout.world) == (0.1, 0.15, 128)
+    assert "norm_placement pre" in done.stderr and "--bert-no-binary-head: no effect" in done.stderr
     assert load(["--family", "gpt", "--defaults", "megatron"])[0].data.short_seq_prob == 0.0
 
 

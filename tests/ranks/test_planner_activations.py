@@ -124,12 +124,13 @@ def test_an_encoder_and_a_decoder(kind: str, recompute: str) -> None:
     [
         ("llama-tiny", {"softmax_type": "off-by-one"}),
         ("llama-tiny", {"softmax_type": "learnable"}),
+        ("bert-tiny", {"norm_placement": "pre"}),
         ("tiny-moe", {"moe_norm_topk_prob": False}),
         ("tiny-moe", {"moe_router_load_balancing_type": "sinkhorn"}),
         ("tiny-moe", {"moe_router_score_function": "sigmoid", "moe_router_topk": 1}),
     ],
 )
-def test_softmaxes_and_routers(name: str, model: dict[str, Any]) -> None:
+def test_softmaxes_norms_and_routers(name: str, model: dict[str, Any]) -> None:
     job = job_of(name, Layout(dp=1, make_vocab_size_divisible_by=1), "bfloat16", 0.0, **model)
     check(job, saved(job))
 

@@ -52,7 +52,8 @@ def test_a_norm_that_two_projections_form_again(ranks: Callable[..., list[Any]])
 
 
 # gated and plain MLPs, explicit probabilities in the second
-PLANNED = [*(("gpt-tiny", mode) for mode in MODES), ("llama-tiny", "mlp and norms"), ("llama-tiny", "block")]
+PLANNED = [*(("gpt-tiny", mode) for mode in MODES), ("llama-tiny", "mlp and norms"), ("llama-tiny", "block"),
+           ("bert-tiny", "mlp")]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "mode"), PLANNED)
