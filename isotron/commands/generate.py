@@ -103,7 +103,7 @@ def model_config(
 def _of_pairs(values: Mapping[str, Any]) -> list[Problem]:
     """What an encoder and a decoder are not asked for."""
     asked = {"num_beams": 1, "speculate": "none", "draft": ""}
-    given = {name: values[name] for name, usual in asked.items() if values[name] != usual}
+    given = {name: values[name] for name, usual in asked.items() if values[name] not in (usual, "auto")}
     case = "an encoder and a decoder write an answer token by token, each the likeliest or drawn"
     return [
         Problem(

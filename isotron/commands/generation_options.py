@@ -41,9 +41,11 @@ ENGINE = {
         Option("page", "int", _DEFAULT.page, "tokens of a page of the cache", unit="tokens"),
         Option("chunk", "int", _DEFAULT.chunk, "tokens of one pass; longer prompts take several", unit="tokens"),
         Option("prefix_reuse", "bool", True, "sequences with the same beginning share its pages"),
-        Option("speculate", "str", "none", "guess tokens ahead: none, ngram (from the text so far), draft, mtp (the "
-               "model's own modules for it)", choices=("none", "ngram", "draft", "mtp")),
-        Option("lookahead", "int", _DEFAULT.lookahead, "tokens guessed ahead", unit="tokens"),
+        Option("speculate", "str", _DEFAULT.speculate, "guess tokens ahead, which changes none: auto (from the text so "
+               "far, as long as it pays), none, ngram (from the text, always), draft, mtp (the model's own modules)",
+               choices=("auto", "none", "ngram", "draft", "mtp")),
+        Option("lookahead", "int", _DEFAULT.lookahead, "tokens guessed ahead; 0: up to 7 by auto, 4 by the others",
+               unit="tokens"),
         Option("draft", "str", "", "a smaller model with the same tokenizer that guesses: a run, step or directory"),
     )
 }  # fmt: skip

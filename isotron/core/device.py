@@ -35,6 +35,7 @@ __all__ = [
     "dtype_of",
     "has_flex",
     "has_grouped_matmul",
+    "has_packed_products",
     "host_buffer",
     "host_bytes",
     "host_zeros",
@@ -289,6 +290,16 @@ def total_memory(device: torch.device) -> int | None:
 def has_wide_products(device: torch.device) -> bool:
     """Whether a product of 16-bit matrices can be had in float32, as it is summed, instead of rounded to 16 bits."""
     return device.type == "cuda" and hasattr(torch.ops.aten.mm, "dtype")
+
+
+def has_packed_products(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether a product of few rows takes a matrix in an order of its own, and is faster with it."""
+    if device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return False
+    ops = torch.ops.mkldnn
+    if not all(hasattr(ops, name) for name in ("_reorder_linear_weight", "_linear_pointwise")):
+        return False
+    return dtype is torch.float32 or (dtype is torch.bfloat16 and ops._is_mkldnn_bf16_supported())
 
 
 def has_grouped_matmul(device: torch.device, dtype: torch.dtype) -> bool:

@@ -88,25 +88,30 @@ class Ending:
 class EngineConfig:
     """rows: sequences at work at once. page: tokens of a page of the cache. chunk: tokens of one pass, beyond which
     prompts wait for the next. reuse: sequences with the same beginning share its pages. lookahead: tokens guessed
-    ahead by `speculate` (none, ngram, draft, mtp)."""
+    ahead by `speculate` (auto, none, ngram, draft, mtp); 0: up to 7 by auto, 4 by the others."""
 
     rows: int = 32
     page: int = 64
     chunk: int = 512
     reuse: bool = True
-    speculate: str = "none"
-    lookahead: int = 4
+    speculate: str = "auto"
+    lookahead: int = 0
+
+    @property
+    def most_guesses(self) -> int:
+        """Tokens guessed ahead of a row."""
+        return self.lookahead or (7 if self.speculate == "auto" else 4)
 
     def problems(self) -> list[Problem]:
         """Every value out of range."""
-        kinds = ("none", "ngram", "draft", "mtp")
+        kinds = ("auto", "none", "ngram", "draft", "mtp")
         rules = (
             (f"--max-batch {self.rows}", self.rows >= 1, "at least one sequence is at work", "--max-batch 32"),
             (f"--page {self.page}", self.page >= 1, "a page holds one token or more", "--page 64"),
             (f"--chunk {self.chunk}", self.chunk >= 1, "a pass takes one token or more", "--chunk 512"),
             (f"--speculate {self.speculate}", self.speculate in kinds, f"it is one of {', '.join(kinds)}",
              "--speculate ngram"),
-            (f"--lookahead {self.lookahead}", 1 <= self.lookahead <= 7, "1 to 7 tokens can be guessed ahead",
+            (f"--lookahead {self.lookahead}", 0 <= self.lookahead <= 7, "1 to 7 tokens can be guessed ahead",
              "--lookahead 4"),
         )  # fmt: skip
         return [Problem(asked, case, fix) for asked, fine, case, fix in rules if not fine]

@@ -90,6 +90,8 @@ class Engine:
                 self.guesser = FromHeads(self.runner, self._decide_guesses, self.runner.stretch_begins)
             elif self.config.speculate == "ngram":
                 self.guesser = FromText(self.runner.stretch_begins)
+            elif self.config.speculate == "auto":
+                self.guesser = FromText(self.runner.stretch_begins, weighs=True)
             self.scheduler = Scheduler(pages, self.config, self.runner.stretch_begins)
             try:
                 yield
@@ -153,7 +155,7 @@ class Engine:
         scheduler.restart_stretched()
         scheduler.admit()
         if self.guesser is not None:
-            self.guesser.guess([r for r in scheduler.running if r.ready], self.config.lookahead)
+            self.guesser.guess([r for r in scheduler.running if r.ready], self.config.most_guesses)
         work = scheduler.plan()
         spans = [self._span(w) for w in work]
         logits = self.runner.run(spans, [w.wanted for w in work])
@@ -195,6 +197,7 @@ class Engine:
             row.emit(one.token, one.logprob, one.tops)
             if row.reason:
                 break
+        row.luck.saw(len(guesses), right)
         row.guesses = []
         self._hold(row, min(held, len(row.tokens)))
 

@@ -41,7 +41,7 @@ DEFAULTS: dict[str, Any] = {
     "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "logit_bias": (),
     "stop": (), "stop_ids": (), "n": 1, "best_of": 0, "logprobs": 0, "num_beams": 1, "length_penalty": 1.0,
     "early_stopping": False, "grammar": None, "max_batch": 32, "page": 64, "chunk": 512, "prefix_reuse": True,
-    "speculate": "none", "lookahead": 4, "draft": "",
+    "speculate": "auto", "lookahead": 0, "draft": "",
 }  # fmt: skip
 
 

@@ -1,33 +1,45 @@
 """The plain layers without what only training needs: no autograd operation, nothing kept for a backward.
 
-Inside `lean`, layers compute the same with fewer and fused calls; a layer type that is not in the table, or that a
-parallel layout has given sockets, computes as always. A pass of one token spends its time in calls, not in arithmetic.
+Inside `lean`, layers compute the same with fewer and fused calls; a layer type that is not in the tables computes as
+always. A pass of one token spends its time in calls, not in arithmetic.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn as nn
 from torch import Tensor
-from torch.nn.functional import layer_norm, linear, rms_norm, silu
+from torch.nn.functional import layer_norm, rms_norm, silu
 
 from isotron.core.nn.dropout import Dropout
 from isotron.core.nn.linear import Linear
+from isotron.core.nn.loss import Head
 from isotron.core.nn.mlp import GatedMLP, swiglu
 from isotron.core.nn.norm import LayerNorm, RMSNorm
+from isotron.inference.packed import Product, worthwhile
 
 Forward = Callable[..., Tensor]
 
 
-def _linear(layer: Linear) -> Forward | None:
-    if layer.enter is not None or layer.leave is not None:
-        return None
-    weight, bias = layer.weight, layer.bias
-    return lambda x, pre=None: linear(x if pre is None else pre(x), weight, bias)
+def _linear(layer: Linear, packed: bool) -> Forward:
+    multiply, bias, enter, leave = Product(layer.weight, packed), layer.bias, layer.enter, layer.leave
+    if enter is None and leave is None:
+        return lambda x, pre=None: multiply(x if pre is None else pre(x), bias)
+
+    def forward(x: Tensor, pre: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        a = x if pre is None else pre(x)
+        full = a if enter is None else enter.forward(a).wait()
+        if leave is None:
+            return multiply(full, bias)
+        y = leave.forward(multiply(full)).wait()
+        return y if bias is None else y.add_(bias)
+
+    return forward
 
 
 def _rms(layer: RMSNorm) -> Forward | None:
@@ -64,27 +76,52 @@ def _nothing(layer: Dropout) -> Forward | None:
     return lambda x, ids: x
 
 
+def _logits(layer: Head, packed: bool) -> Forward:
+    multiply, enter, softcap = Product(layer.weight[: layer.real], packed), layer.enter, layer.softcap
+
+    def logits(x: Tensor) -> Tensor:
+        y = multiply(x if enter is None else enter.forward(x).wait())
+        return torch.tanh(y / softcap) * softcap if softcap else y
+
+    return logits
+
+
 TABLE: dict[type, Callable[[Any], Forward | None]] = {
-    Linear: _linear,
     RMSNorm: _rms,
     LayerNorm: _layer_norm,
     GatedMLP: _gated,
     Dropout: _nothing,
 }
+PRODUCTS: dict[type, tuple[str, Callable[[Any, bool], Forward]]] = {
+    Linear: ("forward", _linear),
+    Head: ("logits", _logits),
+}
+
+
+def _applied(make: Callable[[Any, bool], Forward], packed: bool, layer: Any) -> Forward:
+    return make(layer, packed)
 
 
 @contextmanager
-def lean(module: nn.Module) -> Iterator[None]:
-    """Inside, the layers of `module` compute without a backward; afterwards they are as before."""
-    changed: list[nn.Module] = []
+def lean(module: nn.Module, stays: bool = True) -> Iterator[None]:
+    """Inside, the layers of `module` compute without a backward; afterwards they are as before.
+
+    `stays`: the weights lie where they lie and do not change inside, so that copies of them can be used.
+    """
+    changed: list[tuple[nn.Module, str]] = []
+    products = [layer for layer in module.modules() if type(layer) in PRODUCTS]
+    packed = stays and worthwhile(layer.weight for layer in products)  # type: ignore[misc]
     try:
         for layer in module.modules():
-            make = TABLE.get(type(layer))
-            forward = None if make is None else make(layer)
-            if forward is not None:
-                layer.forward = forward  # type: ignore[method-assign]
-                changed.append(layer)
+            name, make = "forward", TABLE.get(type(layer))
+            if type(layer) in PRODUCTS:
+                name, of = PRODUCTS[type(layer)]
+                make = partial(_applied, of, packed)
+            found = None if make is None else make(layer)
+            if found is not None:
+                setattr(layer, name, found)
+                changed.append((layer, name))
         yield
     finally:
-        for layer in changed:
-            del layer.forward
+        for layer, name in changed:
+            delattr(layer, name)

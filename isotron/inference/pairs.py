@@ -162,7 +162,7 @@ class PairEngine(Engine):
         self, model: ParallelModel, tokenizer: Tokenizer | None = None, config: EngineConfig | None = None
     ) -> None:
         super().__init__(model, tokenizer, config)
-        if self.config.speculate != "none":
+        if self.config.speculate not in ("auto", "none"):
             case = f"family {model.config.family} writes one token at a time"
             raise refuse(f"--speculate {self.config.speculate}", case, "--speculate none")
 

@@ -9,6 +9,24 @@ from isotron.inference.config import Wish
 from isotron.inference.text import Text
 
 
+@dataclass
+class Luck:
+    """How the guesses of a row have fared: `bold` are worth a try now, after `rest` passes without any."""
+
+    bold: int = 2  # a pass of three tokens costs a CPU about what a pass of one does: it reads the same weights
+    rest: int = 0
+    patience: int = 4
+
+    def saw(self, guessed: int, right: int) -> None:
+        """The fate of the last guesses: more where all were right, and a pause, twice as long each time, where none."""
+        if not guessed:
+            self.rest = max(0, self.rest - 1)
+        elif right:
+            self.bold, self.patience = (7 if right == guessed else 2), 4
+        else:
+            self.bold, self.rest, self.patience = 2, self.patience, min(32, 2 * self.patience)
+
+
 @dataclass(eq=False)
 class Row:
     """One answer to one request.
@@ -36,6 +54,7 @@ class Row:
     guesses: list[int] = field(default_factory=list)
     grams: dict[tuple[int, ...], int] = field(default_factory=dict)
     indexed: int = 0
+    luck: Luck = field(default_factory=Luck)
 
     @property
     def limit(self) -> int:

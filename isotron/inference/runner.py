@@ -58,7 +58,7 @@ class Runner:
         context, turns = self.module._context, _Turns(self)
         self.module._context = turns
         try:
-            with cached(self.module, self.cache), lean(self.module):
+            with cached(self.module, self.cache), lean(self.module, stays=self.module.around is None):
                 self.turns = turns
                 yield
         finally:

@@ -24,6 +24,7 @@ from isotron.inference.runner import Runner
 # logits [rows, V] where they are known, and each row with its tokens so far -> a token for each
 Decide = Callable[[Tensor | None, list[tuple[Row, list[int]]]], list[int]]
 LONGEST, SHORTEST = 3, 1  # tokens that must have occurred before
+FEW = 32  # rows: a pass of more has enough to compute
 
 
 class Guesser(Protocol):
@@ -47,15 +48,19 @@ def room(row: Row, most: int, stretch: int) -> int:
 
 
 class FromText:
-    """What followed when the last few tokens occurred before, in the prompt or the answer."""
+    """What followed when the last few tokens occurred before, in the prompt or the answer. `weighs`: only while few
+    rows answer, and as many as the row's guesses were worth lately.
+    """
 
-    def __init__(self, stretch: int) -> None:
-        self.stretch = stretch
+    def __init__(self, stretch: int, weighs: bool = False) -> None:
+        self.stretch, self.weighs = stretch, weighs
 
     def guess(self, rows: Sequence[Row], most: int) -> None:
         """The longest match decides, of equally long ones the latest."""
+        few = len(rows) <= FEW
         for row in rows:
-            count = room(row, most, self.stretch)
+            wanted = most if not self.weighs else min(most, row.luck.bold) if few and not row.luck.rest else 0
+            count = room(row, wanted, self.stretch)
             row.guesses = _continued(row, count) if count else []
 
     def saw(self, rows: Sequence[Row], spans: Sequence[Span]) -> None:

@@ -5,10 +5,9 @@ The bytes are the planner's; what is free is asked for where the processes will 
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from isotron.config.schema import RunConfig
 from isotron.core.errors import Problem, Refused, refuse
+from isotron.core.host import available_memory as available_memory
 from isotron.planner.job import Job
 from isotron.planner.memory import Bytes, plan_memory
 from isotron.planner.remedies import changes
@@ -79,13 +78,3 @@ def out_of_memory(config: RunConfig, error: BaseException) -> Refused | None:
 
 
 _FAILED = ("can't allocate memory", "out of memory")
-
-
-def available_memory(file: Path = Path("/proc/meminfo")) -> float | None:
-    """Bytes that new processes of this machine can have; None where the system does not say."""
-    if not file.exists():
-        return None
-    for line in file.read_text(encoding="ascii").splitlines():
-        if line.startswith("MemAvailable:"):
-            return float(line.split()[1]) * 1024
-    return None

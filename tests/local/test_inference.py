@@ -28,12 +28,13 @@ def test_cache_equals_full_recompute(name, dtype, tolerance, monkeypatch):
 
     def record(self, spans, wanted):
         logits = run(self, spans, wanted)
-        seen.extend(zip(logits, [list(s.tokens) for s, n in zip(spans, wanted, strict=True) if n], strict=True))
+        rows = [list(s.tokens[: s.end - i]) for s, n in zip(spans, wanted, strict=True) for i in reversed(range(n))]
+        seen.extend(zip(logits, rows, strict=True))
         return logits
 
     monkeypatch.setattr(Runner, "run", record)
     out = engine.generate(PROMPTS, 14)
-    assert len(seen) == sum(map(len, out.tokens)) > 20
+    assert len(seen) >= sum(map(len, out.tokens)) > 20 and engine.guessed > engine.accepted > 0
     for logits, row in seen:
         full = full_logits(engine.model, row)
         assert (logits - full).abs().max() <= tolerance * full.abs().max()

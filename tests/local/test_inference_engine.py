@@ -9,11 +9,15 @@ import pytest
 import torch
 
 from isotron.core.batch import Batch
+from isotron.core.device import has_packed_products
 from isotron.core.errors import Refused
 from isotron.inference.beam import Beams, search
 from isotron.inference.config import Ending, EngineConfig, Sampling, Wish
 from isotron.inference.engine import Engine
+from isotron.inference.packed import TRIES, Product, worthwhile
 from isotron.inference.pages import Pages
+from isotron.inference.row import Luck
+from isotron.inference.speculate import FEW
 from isotron.inference.text import Text
 from isotron.tokenizers.null import NullTokenizer
 from tests.generation import PROMPTS, make_engine, make_model, twin_engine
@@ -62,11 +66,11 @@ def test_beams_are_those_of_transformers(options, tmp_path):
 @pytest.mark.parametrize(
     "sampling", [Sampling(), Sampling(0.7, seed=4), Sampling(1.0, 20, 0.9, 5, frequency_penalty=0.5)]
 )
-@pytest.mark.parametrize("kind", ["ngram", "draft"])
+@pytest.mark.parametrize("kind", ["auto", "ngram", "draft"])
 def test_guesses_change_no_token(kind, sampling):
     prompts = [[1, 2, 3, 4, 1, 2, 3, 4, 1, 2], [7, 7, 7], [9]]
     wish = Wish(sampling, Ending(20))
-    plain = make_engine("llama").answer(prompts, wish)
+    plain = make_engine("llama", config=EngineConfig(page=4, speculate="none")).answer(prompts, wish)
     draft = make_model("llama") if kind == "draft" else None
     engine = Engine(make_model("llama"), NullTokenizer(131), EngineConfig(page=4, speculate=kind), draft)
     guessed = engine.answer(prompts, wish)
@@ -115,6 +119,60 @@ def further(row: list[int]) -> int:
         x = module.norm(module.hidden(batch, {}))
         x = module.mtp[0](module.mtp_embed(batch.labels), x, module._context(batch, x.dtype))
         return int(module.head.logits(x)[0, -1, :131].argmax())
+
+
+def test_guesses_are_tried_as_long_as_they_pay():
+    luck, seen = Luck(), []
+    for right in (2, 7, 3, 0):
+        luck.saw(luck.bold, right)
+        seen.append((luck.bold, luck.rest, luck.patience))
+    assert seen == [(7, 0, 4), (7, 0, 4), (2, 0, 4), (2, 4, 8)]
+    for left in (3, 2, 1, 0, 0):
+        luck.saw(0, 0)
+        assert luck.rest == left
+    luck.saw(2, 0)
+    assert luck.rest == 8 and luck.patience == 16
+
+
+def test_a_pass_of_many_rows_has_no_guesses():
+    prompts, wish = [[1, 2, 1, 2, 1, 2]] * (FEW + 1), Wish(Sampling(), Ending(4))
+    engine = make_engine("llama", config=EngineConfig(2 * FEW, page=4))
+    engine.answer(prompts, wish)
+    assert engine.guessed == 0
+    engine.answer(prompts[:FEW], wish)
+    assert engine.guessed >= FEW
+
+
+def test_a_product_uses_a_copy_of_its_matrix_once_that_pays():
+    weight, bias = torch.randn(96, 33), torch.randn(96)
+    multiply = Product(weight, packed=True)
+    for rows in (0, 1, 3, 4, 4, 4, 4, 1, 5, 70):
+        x = torch.randn(rows, 1, 33)
+        torch.testing.assert_close(multiply(x, bias), torch.nn.functional.linear(x, weight, bias), rtol=1e-5, atol=1e-5)
+    able = has_packed_products(weight.device, weight.dtype)
+    assert (multiply.copy is not None) == able
+    for other in (Product(weight, packed=False), Product(weight.double(), packed=True)):
+        for _ in range(TRIES + 1):
+            other(torch.randn(8, 33, dtype=other.weight.dtype))
+        assert other.copy is None
+
+
+def test_copies_of_weights_need_room(monkeypatch):
+    monkeypatch.setattr("isotron.inference.packed.available_memory", lambda: 1000.0)
+    assert worthwhile([torch.zeros(125)]) and not worthwhile([torch.zeros(100), torch.zeros(26)])
+
+
+def test_an_engine_that_is_opened_again_has_the_weights_of_then():
+    model, wish = make_model("llama", "float32"), Wish(Sampling(), Ending(8))
+    engine, prompts = Engine(model, NullTokenizer(131), EngineConfig(page=4)), [[1, 2, 3], [5], [7, 8], [9], [11]]
+    first = [rows[0].new for rows in engine.answer(prompts, wish)]
+    (stage,) = model.stages.values()
+    with torch.no_grad():
+        for p in stage.module.parameters():
+            p.data.mul_(-1.5)
+    again = [rows[0].new for rows in engine.answer(prompts, wish)]
+    fresh = [rows[0].new for rows in Engine(model, NullTokenizer(131)).answer(prompts, wish)]
+    assert again == fresh != first
 
 
 def test_a_wrong_guess_is_replaced():

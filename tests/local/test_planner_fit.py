@@ -9,8 +9,9 @@ import pytest
 from isotron import cli
 from isotron.config.check import finish
 from isotron.config.schema import RunConfig, changed
+from isotron.core.host import available_memory
 from isotron.core.models.llama_config import LlamaConfig
-from isotron.planner.fit import available_memory, memory_problem, out_of_memory, rank_bytes
+from isotron.planner.fit import memory_problem, out_of_memory, rank_bytes
 from isotron.planner.job import Job
 from isotron.planner.memory import plan_memory
 
