@@ -82,7 +82,7 @@ class Pool:
         """
         request = Request(processes.reference(fn), args, self._generation, list(sys.path))
         if not self._workers:
-            self._start()
+            self._start(request.function)
         try:
             for pipe in self._pipes:
                 with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # seen as a dead worker below
@@ -109,13 +109,13 @@ class Pool:
         """Process ids by rank; empty while the pool is not running."""
         return [worker.pid for worker in self._workers if worker.pid is not None]
 
-    def _start(self) -> None:
+    def _start(self, function: str) -> None:
         self._directory = tempfile.mkdtemp(prefix="isotron-pool-")
         for rank in range(self.world):
             ours, theirs = Pipe()
             self._pipes.append(ours)
             self._workers.append(
-                processes.start(_serve, (theirs, rank, self.world, self._directory), f"isotron-rank-{rank}")
+                processes.start(_serve, (theirs, rank, self.world, self._directory), f"isotron-rank-{rank}", function)
             )
             theirs.close()  # now the worker alone holds it, and its death is an end of file here
         replies, late = self._collect(time.monotonic() + START_SECONDS)

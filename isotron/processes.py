@@ -40,11 +40,15 @@ def check_platform(platform: str = sys.platform) -> None:
         )
 
 
-def start(target: Callable[..., None], args: Sequence[Any], name: str) -> BaseProcess:
-    """Starts `target(*args)` in a process forked from the server; `target` must not live in `__main__`."""
+def start(target: Callable[..., None], args: Sequence[Any], name: str, job: str = "") -> BaseProcess:
+    """Starts `target(*args)` in a process forked from the server; `target` must not live in `__main__`.
+
+    A server that is not there yet loads the module of `job`, a function's name, once for all processes.
+    """
     check_platform()
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
+    # of what is not ours an import may fail, and must do so where it is reported
+    context.set_forkserver_preload([*PRELOAD, job.partition(":")[0]] if job.startswith("isotron.") else PRELOAD)
     process = context.Process(target=target, args=tuple(args), name=name)
     with _main_hidden(), _born_well(), _deaf():
         process.start()

@@ -127,7 +127,7 @@ def _start(number: int, world: int, target: str, args: tuple[Any, ...], director
     # the fork server may have been started with other outputs than this process has now
     outputs = [connection.Connection(os.dup(fd), readable=False) for fd in (1, 2)]
     sys.stdout.flush()
-    process = processes.start(_child, (theirs, *outputs), f"isotron-rank-{number}")
+    process = processes.start(_child, (theirs, *outputs), f"isotron-rank-{number}", target)
     for handle in (theirs, *outputs):
         handle.close()
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # seen as a dead process by _watch

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 from isotron.commands import dry_run
 from isotron.commands.run_options import JSON, device_count, prepare, run_help, show_config
@@ -18,7 +17,7 @@ from isotron.core.errors import Refused, refuse
 from isotron.evaluate.tasks import problems_of
 from isotron.launch import World, from_environment, run_local, started_again
 from isotron.planner.advice import contradictions, warnings
-from isotron.planner.fit import available_memory, memory_problem, out_of_memory
+from isotron.planner.fit import available_memory, memory_problem
 from isotron.planner.job import Job
 from isotron.train.places import try_out
 
@@ -29,7 +28,7 @@ OWN = {
     **dry_run.OPTIONS,
     **JSON,
 }
-MAIN = "isotron.commands.train:on_rank"
+MAIN = "isotron.commands.train_rank:main"
 
 
 def run(words: Sequence[str]) -> int:
@@ -64,31 +63,6 @@ def run(words: Sequence[str]) -> int:
         try_out({option: Path(path) for option, path in given.items() if path})
     processes = 1 if world is not None else config.layout.world
     return run_local(MAIN, processes, (config, directory))
-
-
-def on_rank(config: RunConfig, directory: str) -> int:
-    """One rank of the run; memory that runs out on the way is refused like memory that is too small at the start."""
-    from isotron.launch import stamp
-    from isotron.train.main import main
-
-    try:
-        return main(config, directory, tasks_of(config))
-    except (RuntimeError, MemoryError) as error:
-        refused = out_of_memory(config, error)
-        if refused is None:
-            raise
-        refused.__dict__.update(error.__dict__)  # when it arose
-        stamp(refused)
-        raise refused from error
-
-
-def tasks_of(config: RunConfig) -> Any:
-    """What makes the tasks of each evaluation; None where the run has none."""
-    if not config.train.eval_tasks:
-        return None
-    from isotron.evaluate.during import during
-
-    return during
 
 
 def check_memory(config: RunConfig, world: World | None) -> None:

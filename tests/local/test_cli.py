@@ -185,7 +185,7 @@ def test_train_starts_the_processes_of_the_layout(capsys, started, tmp_path):
     code, _, err = run(["train", *RUN, "--tp", "2", "--pp", "2", "--save", save, "--load", save], capsys)
     assert code == 0 and "a new run starts" in err
     ((target, processes, (config, directory)),) = started
-    assert (target, processes, directory) == ("isotron.commands.train:on_rank", 4, save)
+    assert (target, processes, directory) == ("isotron.commands.train_rank:main", 4, save)
     assert (config.layout.dp, config.train.global_batch_size, config.model.max_position_embeddings) == (1, 1, 32)
     assert config.checkpoint.load == "" and config.checkpoint.save == config.log.run_dir == save
 

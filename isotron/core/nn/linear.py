@@ -21,6 +21,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+from isotron.core.backward import backward_from
 from isotron.core.device import has_wide_products
 from isotron.core.nn import blocks
 
@@ -184,7 +185,7 @@ class _Linear(torch.autograd.Function):
             dw = _weight_grad(dy, full, ctx.sink)
         dx = dx if dx_coming is None else dx_coming.wait()
         if leaf is not None and dx is not None:
-            torch.autograd.backward(a, dx)
+            backward_from([a], [dx])
             dx = leaf.grad
         return dx, dw, db, *(None,) * 4
 

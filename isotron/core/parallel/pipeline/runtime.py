@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from isotron.core import comm
+from isotron.core.backward import backward_from
 from isotron.core.batch import Batch
 from isotron.core.mesh import Group
 from isotron.core.nn.linear import GradSink
@@ -250,7 +251,7 @@ class _Pass:
         roots: list[Tensor | GradientEdge] = [*edges.values(), *(value for value, _ in losses)]
         grads = [*(gradients[k] for k in edges), *(torch.full_like(value, w) for value, w in losses)]
         if roots:  # nothing before the first trained parameter has a backward
-            torch.autograd.backward(roots, grads)  # type: ignore[arg-type]
+            backward_from(roots, grads)
         stage.settle()
         self.keeping[s].discard(m)
         self._defer(stage, None)
