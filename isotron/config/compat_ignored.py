@@ -20,7 +20,7 @@ _TEST = "isotron evaluates on the validation data only"
 _LAYOUT = "initial weights never depend on the layout or the device"
 _HOST = "isotron schedules no Python garbage collection by hand"
 _OFFLOAD = "the step on the host is torch's fused one, copies overlap with it, in memory that the device can copy from"
-_PAD = "attention is causal and needs no stored mask"
+_PAD = "what a token sees follows from its place and document, and no mask is stored"
 _SETUP = "process groups are set up from --tp, --pp, --dp"
 
 # option: (words, -1 = all up to the next option; reason)

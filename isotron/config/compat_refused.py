@@ -33,7 +33,10 @@ REFUSED: dict[str, tuple[str, str]] = {
     "--fp4": _FP4,
     "--fp16-lm-cross-entropy": ("the loss is always summed in float32 or wider", _OUT),
     "--apply-query-key-layer-scaling": ("scores are never scaled by the layer number", _OUT),
-    "--apply-residual-connection-post-layernorm": ("residuals are taken before the norm", _OUT),
+    "--apply-residual-connection-post-layernorm": (
+        "residuals are taken before the norm, and behind it in BERT's own blocks",
+        "leave it out, or --family bert --norm-placement post",
+    ),
     "--apply-layernorm-1p": ("norm gains are stored as they are", _OUT),
     "--qk-layernorm": ("norms on queries and keys belong to a family", "--family qwen3"),
     "--add-qkv-bias": ("biases on queries, keys and values only belong to a family", "--family qwen2"),
