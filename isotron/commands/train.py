@@ -14,10 +14,11 @@ from isotron.config.catalogue import Option
 from isotron.config.schema import RunConfig, changed
 from isotron.core.checkpoint.locate import LATEST
 from isotron.core.errors import Refused, refuse
+from isotron.core.host import available_memory
 from isotron.evaluate.tasks import problems_of
 from isotron.launch import World, from_environment, run_local, started_again
 from isotron.planner.advice import contradictions, warnings
-from isotron.planner.fit import available_memory, memory_problem
+from isotron.planner.fit import memory_problem
 from isotron.planner.job import Job
 from isotron.train.places import try_out
 

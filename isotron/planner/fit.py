@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from isotron.config.schema import RunConfig
 from isotron.core.errors import Problem, Refused, refuse
-from isotron.core.host import available_memory as available_memory
 from isotron.planner.job import Job
 from isotron.planner.memory import Bytes, plan_memory
 from isotron.planner.remedies import changes
