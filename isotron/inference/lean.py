@@ -77,10 +77,11 @@ def _nothing(layer: Dropout) -> Forward | None:
 
 
 def _logits(layer: Head, packed: bool) -> Forward:
-    multiply, enter, softcap = Product(layer.weight[: layer.real], packed), layer.enter, layer.softcap
+    weight, bias = layer.held()
+    multiply, enter, softcap = Product(weight, packed), layer.enter, layer.softcap
 
     def logits(x: Tensor) -> Tensor:
-        y = multiply(x if enter is None else enter.forward(x).wait())
+        y = multiply(x if enter is None else enter.forward(x).wait(), bias)
         return torch.tanh(y / softcap) * softcap if softcap else y
 
     return logits
