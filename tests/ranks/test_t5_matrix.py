@@ -47,13 +47,19 @@ def test_every_layout(ranks: Ranks, choice: Choice) -> None:
     equals_one_process(ranks, case_of(choice), name_of(choice))
 
 
-def test_what_verify_makes_of_a_run(ranks: Ranks) -> None:
+VERIFIED = Layout(tp=2, pp=2, dp=1, sequence_parallel=True, layer_split="balanced")
+
+
+def test_what_verify_makes_of_a_run() -> None:
     """The published shape, scaled down; the encoder's rows are longer."""
-    layout = Layout(tp=2, pp=2, dp=1, sequence_parallel=True, layer_split="balanced")
-    case = scaled_case(RunConfig(model=PRESETS["t5-v1.1-large"], layout=layout))
+    case = scaled_case(RunConfig(model=PRESETS["t5-v1.1-large"], layout=VERIFIED))
     assert (case.model.encoder_num_layers, case.model.decoder_layers, case.source) == (2, 2, 24)
     assert case.model.gated and case.model.hidden_dropout and not case.model.tie_embeddings
-    equals_one_process(ranks, case, "verify")
+
+
+@pytest.mark.slow
+def test_what_verify_runs(ranks: Ranks) -> None:
+    equals_one_process(ranks, scaled_case(RunConfig(model=PRESETS["t5-v1.1-large"], layout=VERIFIED)), "verify")
 
 
 @pytest.mark.slow
