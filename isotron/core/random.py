@@ -8,7 +8,7 @@ saved.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
 
 import torch
@@ -64,7 +64,7 @@ def keep_mask(p: float, salt: int, *coordinates: Tensor) -> Tensor:
     The mask at a place depends on (salt, its coordinates) only, on any device.
     """
     least = int(p * (1 << 32)) - (1 << 31)  # among signed numbers
-    shape = torch.broadcast_shapes(*(c.shape for c in coordinates))
+    shape = _common_shape(coordinates)
     mask = torch.empty(shape, dtype=torch.bool, device=coordinates[0].device)
     if least > _HIGHEST:
         return mask.fill_(False)
@@ -75,11 +75,16 @@ def keep_mask(p: float, salt: int, *coordinates: Tensor) -> Tensor:
 
 def uniform(salt: int, *coordinates: Tensor) -> Tensor:
     """Numbers in [0, 1), float32, by the same rule."""
-    shape = torch.broadcast_shapes(*(c.shape for c in coordinates))
+    shape = _common_shape(coordinates)
     numbers = torch.empty(shape, device=coordinates[0].device)
     for rows, h in _hashes(shape, salt, *coordinates):
         numbers.view(-1, shape[-1])[rows] = (h >> 8 & 0xFFFFFF).float() / (1 << 24)
     return numbers
+
+
+def _common_shape(coordinates: Sequence[Tensor]) -> torch.Size:
+    """The broadcast shape; `torch.broadcast_shapes` would load sympy to say it, a second of every process."""
+    return torch.broadcast_tensors(*coordinates)[0].shape  # type: ignore[no-any-return]
 
 
 def _hashes(shape: torch.Size, salt: int, *coordinates: Tensor) -> Iterator[tuple[slice, Tensor]]:

@@ -8,6 +8,7 @@ per token and bytes per element. Kernels that hold more than their inputs and ou
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 from isotron.planner.experts import expert_sizes
@@ -40,9 +41,13 @@ class Sizes:
 
 def sizes(job: Job) -> Sizes:
     """Widths from the layout table (which parameters exist) and the config."""
-    c, tp = job.config, job.layout.tp
-    names = {r.pattern for r in c.layout(c.vocab_size).rules}
-    split = tp if job.layout.sequence_parallel else 1
+    return _sizes(job.config, job.layout.tp, job.layout.tp if job.layout.sequence_parallel else 1)
+
+
+@lru_cache(maxsize=256)  # a search asks for thousands of layouts of one model
+def _sizes(c: Any, tp: int, split: int) -> Sizes:
+    rules = c.layout(c.vocab_size).rules
+    names = {r.pattern for r in rules}
     rotary = int(c.head_size * getattr(c, "rope_percent", 1.0)) if hasattr(c, "rope_theta") else 0
     rotary = c.qk_pos_emb_head_dim if is_latent(c) else rotary
     return Sizes(
@@ -56,7 +61,7 @@ def sizes(job: Job) -> Sizes:
         "*norm*.bias" in names,
         "layers.*.attention.q_norm.weight" in names,
         bool(getattr(c, "parallel_residual", False)),
-        any("q_norm" in r.pattern and r.split is not None for r in c.layout(c.vocab_size).rules),
+        any("q_norm" in r.pattern and r.split is not None for r in rules),
         not getattr(c, "norms_after", False),
         getattr(c, "norms_after", False) or "layers.*.mlp_post_norm.weight" in names,
         getattr(c, "norms_of_sums", False),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from math import prod
 
@@ -90,10 +91,11 @@ def open_gradients(row: Row, parts: Sequence[StagePart], last: int) -> int:
         for part in action.parts:
             written = writes.of(part) if part.computes else []
             leaves = writes.completes(part) and part.stage not in stay[place]
+            times, at_last = Counter(written), {home: number for number, home in enumerate(written)}
             for number, home in enumerate(written):
                 live[home] = home[1].stop - home[1].start
                 most = max(most, sum(live.values()))
-                whole = written.count(home) == len(home[1].names) and home not in written[number + 1 :]
+                whole = times[home] == len(home[1].names) and at_last[home] == number
                 if leaves and whole and not home[1].kind.tied:
                     live.pop(home)
         if action.kind is Kind.REDUCE:

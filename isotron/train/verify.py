@@ -157,12 +157,15 @@ def randomise(model: ParallelModel, seed: int) -> None:
 def _assemble(
     parts: Iterable[tuple[str, tuple[int, ...], list[tuple[Box, Tensor]]]], world: Group
 ) -> dict[str, Tensor]:
-    """On the first rank, global tensors from every rank's pieces."""
-    mine = [(n, s, [(b.offset, b.shape, t.double().cpu().clone()) for b, t in pieces]) for n, s, pieces in parts]
+    """On the first rank, global tensors from every rank's pieces; nothing on the others."""
+    # arrays: torch would write each tensor as a file of its own, which takes far longer than its few numbers
+    mine = [
+        (n, s, [(b.offset, b.shape, t.detach().double().cpu().numpy()) for b, t in pieces]) for n, s, pieces in parts
+    ]
     everyone: list[Any] = [mine]
     if world.size > 1:
-        everyone = [None] * world.size
-        dist.all_gather_object(everyone, mine, group=world.handle)
+        everyone = [None] * world.size if world.index == 0 else []
+        dist.gather_object(mine, everyone or None, dst=world.ranks[0], group=world.handle)
     whole: dict[str, Tensor] = {}
     for name, shape, pieces in (entry for rank in everyone for entry in rank):
         full = whole.setdefault(name, torch.full(shape, torch.nan, dtype=torch.float64))
@@ -170,7 +173,7 @@ def _assemble(
             target = full[Box(offset, size).slices()]
             if not torch.isnan(target).all():
                 raise RuntimeError(f"{name} at {offset} x {size} is held as its own by two ranks")
-            target.copy_(values)
+            target.copy_(torch.from_numpy(values))
     missing = [name for name, full in whole.items() if torch.isnan(full).any()]
     if missing:
         raise RuntimeError(f"no rank holds all of {', '.join(missing)} as its own, or it is NaN")

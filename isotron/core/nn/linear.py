@@ -21,7 +21,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from isotron.core.backward import backward_from
+from isotron.core.autograd import backward_from
 from isotron.core.device import has_wide_products
 from isotron.core.nn import blocks
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from isotron.core import comm
-from isotron.core.backward import backward_from
+from isotron.core.autograd import backward_from
 from isotron.core.batch import Batch
 from isotron.core.mesh import Group
 from isotron.core.nn.linear import GradSink
