@@ -71,10 +71,11 @@ def layout_of(choice: Choice) -> Layout:
     )
 
 
-def case_of(choice: Choice) -> Case:
-    """Five steps of eight samples of 16 tokens."""
-    model = MODELS[choice["model"]]
-    return Case(model, layout_of(choice), sequence=16, micro_batch=choice["microbatch"], global_batch=8)
+def case_of(choice: Choice, steps: int = 2) -> Case:
+    """Some steps of samples of 16 tokens: four, or eight where more than two ranks deal samples or pass them on."""
+    layout, micro = layout_of(choice), choice["microbatch"]
+    batch = 8 if layout.dp * layout.pp * micro > 2 else 4
+    return Case(MODELS[choice["model"]], layout, sequence=16, micro_batch=micro, global_batch=batch, steps=steps)
 
 
 def as_reference(case: Case) -> Case:

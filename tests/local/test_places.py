@@ -91,8 +91,17 @@ def test_full_disks_are_about_files_and_lost_peers_are_not() -> None:
     assert refuse_file(ConnectionResetError(errno.ECONNRESET, "Connection reset by peer")) is None
 
 
-@pytest.mark.parametrize("world", [[], ["--tp", "2"]], ids=["alone", "two ranks"])
-@pytest.mark.parametrize("after", ["| head -1", ">&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize(
+    ("after", "world"),
+    [
+        ("| head -1", ["--tp", "2"]),
+        (">&-", []),
+        ("<&- >&- 2>&-", ["--tp", "2"]),
+        pytest.param("| head -1", [], marks=pytest.mark.slow),
+        pytest.param(">&-", ["--tp", "2"], marks=pytest.mark.slow),
+        pytest.param("<&- >&- 2>&-", [], marks=pytest.mark.slow),
+    ],
+)
 def test_a_run_outlives_whoever_reads_its_lines(tmp_path: Path, after: str, world: list[str]) -> None:
     words = [sys.executable, "-m", "isotron", *TINY, "--train-iters", "30", *world, "--run-dir", str(tmp_path)]
     script = f"set -o pipefail; {shlex.join(words)} {after}; echo $? > {shlex.quote(str(tmp_path / 'code'))}"

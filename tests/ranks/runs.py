@@ -46,12 +46,12 @@ def config(model: str, **leaves: Any) -> RunConfig:
     return finish(changed(RunConfig(model=MODELS[model]), **{**usual, **leaves}))
 
 
-def write_data(directory: Path) -> str:
+def write_data(directory: Path, documents: int = 30) -> str:
     """30 documents: about 60 samples of 16 tokens, so that 10 steps of 4 end in the first epoch, 20 in the second."""
     prefix = str(directory / "words")
     random = np.random.default_rng(5)
     with IndexedWriter(prefix, VOCAB) as writer:
-        for length in random.integers(10, 60, 30):
+        for length in random.integers(10, 60, documents):
             writer.add_document(random.integers(0, VOCAB, length))
     return prefix
 

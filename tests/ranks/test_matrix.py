@@ -1,6 +1,6 @@
-"""The float64 matrix: every layout against one process; loss, norm, every gradient, weights after five steps.
+"""The float64 matrix: every layout against one process; loss, norm, every gradient, weights after some steps.
 
-Pairs of features are covered here; `--slow` runs the full product.
+Pairs of features are covered here in two steps; `--slow` runs the full product of them, five steps each.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def name_of(choice: Choice) -> str:
     return "-".join(f"{short[k]}{int(v)}" if k in short else str(v) for k, v in choice.items())
 
 
-def check(ranks: Callable[..., list[Any]], choice: Choice) -> None:
-    equals_one_process(ranks, case_of(choice), name_of(choice))
+def check(ranks: Callable[..., list[Any]], choice: Choice, steps: int = 2) -> None:
+    equals_one_process(ranks, case_of(choice, steps), name_of(choice))
 
 
 def test_every_pair_of_features_is_covered() -> None:
@@ -52,4 +52,4 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.mark.slow
 def test_full_product(ranks: Callable[..., list[Any]], rest: Choice) -> None:
-    check(ranks, rest)
+    check(ranks, rest, steps=5)

@@ -30,23 +30,30 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> str:
     return runs.write_data(tmp_path_factory.mktemp("data"))
 
 
+@pytest.fixture(scope="module")
+def few(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Half as many documents: ten steps end in the second epoch."""
+    return runs.write_data(tmp_path_factory.mktemp("few"), documents=15)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
     ("model", "dtype"), [("gpt", "bfloat16"), pytest.param("gpt", "float32", marks=pytest.mark.slow)]
 )
 def test_resumed_equals_uninterrupted_bitwise(
-    ranks: Any, tmp_path: Path, words: str, model: str, dtype: str, layout: str
+    ranks: Any, tmp_path: Path, few: str, model: str, dtype: str, layout: str
 ) -> None:
     size = world(LAYOUTS[layout])
     whole, rest = str(tmp_path / "whole"), str(tmp_path / "rest")
-    cfg = runs.config(model, dtype=dtype, data_path=(words,), save=whole, save_interval=10, **LAYOUTS[layout])
+    lengths = {"train_iters": 10, "save_interval": 5}
+    cfg = runs.config(model, dtype=dtype, data_path=(few,), save=whole, **lengths, **LAYOUTS[layout])
     assert ranks(size, runs.train, cfg, whole) == [0] * size
-    resumed = runs.changed(cfg, load=runs.step_dir(whole, 10), save=rest)
+    resumed = runs.changed(cfg, load=runs.step_dir(whole, 5), save=rest)
     assert ranks(size, runs.train, resumed, rest) == [0] * size
-    runs.assert_same(runs.tensors(runs.step_dir(whole, 20)), runs.tensors(runs.step_dir(rest, 20)))
+    runs.assert_same(runs.tensors(runs.step_dir(whole, 10)), runs.tensors(runs.step_dir(rest, 10)))
     for key in ("loss", "grad_norm", "lr", "sample_ids"):
         first, second = runs.lines(whole, key), runs.lines(rest, key)
-        assert sorted(second) == list(range(11, 21))
+        assert sorted(second) == list(range(6, 11))
         assert second == {step: first[step] for step in second}, key
 
 
@@ -113,11 +120,16 @@ def at_once_and_on(cfg: Any, home: str, there: str, **leaves: Any) -> list[tuple
     return [(again, f"{there}/again"), (runs.changed(cfg, load=f"{there}/again", save=f"{there}/on"), f"{there}/on")]
 
 
-@pytest.mark.parametrize("layout", OTHERS)
-@pytest.mark.parametrize(
-    ("model", "dtype"),
-    [("gpt", "float64"), ("llama", "float32"), pytest.param("llama", "float64", marks=pytest.mark.slow)],
-)
+def others() -> list[Any]:
+    """Every layout in float64; two in float32, where heads are shared and where blocks are cut into chunks."""
+    found = []
+    for model, dtype in (("gpt", "float64"), ("llama", "float32"), ("llama", "float64")):
+        often = {"gpt": tuple(OTHERS), "llama": ("TP4", "PP2x2chunks") if dtype == "float32" else ()}[model]
+        found += [pytest.param(model, dtype, n, marks=() if n in often else pytest.mark.slow) for n in OTHERS]
+    return found
+
+
+@pytest.mark.parametrize(("model", "dtype", "layout"), others())
 def test_another_layout_goes_on_with_the_same_numbers(
     ranks: Any, tmp_path: Path, saved: Any, model: str, dtype: str, layout: str
 ) -> None:
