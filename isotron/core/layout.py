@@ -14,6 +14,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import lru_cache
 from itertools import accumulate
 from math import prod
 from typing import Any
@@ -253,7 +254,12 @@ def cut(sizes: Iterable[tuple[int, int]], ways: int) -> list[int]:
     Returns ways+1 element offsets. Each cut is the row boundary nearest to an even division, so runs differ by at most
     about one row; some may be empty.
     """
-    sizes = list(sizes)
+    return list(_cut(tuple(sizes), ways))
+
+
+@lru_cache(maxsize=512)
+def _cut(sizes: tuple[tuple[int, int], ...], ways: int) -> tuple[int, ...]:
+    """`cut`, which stages of equal blocks ask for again and again."""
     starts = [0, *accumulate(n * width for n, width in sizes)]
     total, cuts = starts[-1], [0]
     for k in range(1, ways):
@@ -262,7 +268,7 @@ def cut(sizes: Iterable[tuple[int, int]], ways: int) -> list[int]:
         width = sizes[i][1] if sizes else 1
         nearest = starts[i] + (want - starts[i] + width // 2) // max(width, 1) * width
         cuts.append(max(cuts[-1], min(nearest, total)))
-    return [*cuts, total]
+    return (*cuts, total)
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import prod
+from operator import add, sub
 from typing import Any
 
 from isotron.core.layout import Ints, Placed, Table, shard
@@ -41,6 +42,7 @@ _OPTIONAL = (
     *("attention.q_norm", "attention.k_norm", "attention.kv_norm"),
     *("attention_post_norm", "mlp_post_norm"),
 )
+_OPTIONAL_LEAVES = tuple(f"{part}.{leaf}" for part in _OPTIONAL for leaf in ("weight", "bias"))
 
 
 @dataclass(frozen=True)
@@ -66,9 +68,20 @@ class StagePart:
         """Elements that a rank keeps of what is shared: number `index` of those that share the shards, `of_experts` of
         those that share the experts'. `lean`: only of what is shared by several; `trained`: only of what it steps.
         """
-        chosen = (s for s in self.spans if (not lean or s.ways > 1) and not (trained and s.kind.frozen))
-        runs = (s.run(of_experts if s.kind.group == EXPERTS else index) for s in chosen)
-        return sum(b - a for a, b in runs)
+        return sum(
+            runs[of_experts if group == EXPERTS else index]
+            for (group, frozen), runs in self.runs.items()
+            if (len(runs) > 1 or not lean) and not (trained and frozen)
+        )
+
+    @cached_property
+    def runs(self) -> Mapping[tuple[str, bool], list[int]]:
+        """Elements of the runs of all ranks that share them, by the group of those and whether they are frozen."""
+        found: dict[tuple[str, bool], list[int]] = {}
+        for s in self.spans:
+            key, own = (s.kind.group, s.kind.frozen), map(sub, s.cuts[1:], s.cuts)
+            found[key] = list(map(add, found[key], own)) if key in found else list(own)
+        return found
 
     def stepped(self, index: int, of_experts: int) -> Iterator[tuple[str, Ints]]:
         """(global name, shape of the rows) of what it steps, in the order in which it is stepped."""
@@ -146,10 +159,12 @@ def _predictions(table: Table, block: tuple[str, ...]) -> list[str]:
 
 
 def _matches(name: str, pattern: str) -> bool:
-    optional = any(name.endswith(f"{part}.{leaf}") for part in _OPTIONAL for leaf in ("weight", "bias"))
-    return fnmatchcase(name, pattern) and not (optional and pattern.startswith("*"))
+    if not fnmatchcase(name, pattern):
+        return False
+    return not (pattern.startswith("*") and name.endswith(_OPTIONAL_LEAVES))
 
 
+@lru_cache(maxsize=64)
 def count_parameters(config: Any) -> int:
     """Elements of the whole model, each once, without padding."""
     table = config.layout(config.vocab_size)

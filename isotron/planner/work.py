@@ -104,7 +104,7 @@ def _width(config: Any, tp: int) -> float:
 
 
 def score_traffic(job: Job, scores: float, backward: bool) -> float:
-    """Bytes of scores that are not fused (so many of each head): written, masked and normalised, dropped, read again."""
+    """Bytes of scores that are not fused, so many of each head: written, masked, normalised, dropped and read again."""
     return float(job.config.num_attention_heads / job.layout.tp * scores * (16 if backward else 11))
 
 

@@ -10,8 +10,9 @@ import pytest
 
 from isotron.config.schema import PRESETS
 from isotron.core.parallel.plan import Layout
-from isotron.planner.block_time import Place
+from isotron.planner.block_time import FORMS, Place
 from isotron.planner.calibrate import scores, split
+from isotron.planner.definitions import utilisation
 from isotron.planner.efficiency import fitted, stack_for
 from isotron.planner.hardware import GIB, find
 from isotron.planner.job import Job
@@ -66,6 +67,22 @@ def test_the_175b_example(micro: str, recompute: str, sp: str, vpp: str, gib: st
     device = find("a100-80")
     assert max(b.total for b in plan_memory(job, device.context)) / GIB == pytest.approx(float(gib), abs=0.6)
     assert step_seconds(job, Place(device, stack_for("a100-80"))).total == pytest.approx(float(seconds), rel=0.02)
+
+
+def test_megatrons_weak_scaling_beside_what_is_planned() -> None:
+    """Model FLOPs utilisation in percent by devices: published, and planned."""
+    text = " ".join(PAGE.split())
+    found = re.findall(r"([\d.]+)B on (\d+)(?: devices|:) (\d+) %, (?:planned )?(\d+) %", text)
+    said = {int(devices): (int(theirs), int(ours)) for _, devices, theirs, ours in found}
+    rows = {int(c.row["n_gpus"]): c for c in cases() if c.source == "mcoreh100"}
+    assert said.keys() == rows.keys() and len(rows) == 5
+    for devices, c in rows.items():
+        place = c.place()
+        planned = utilisation(c.job, step_seconds(c.job, place).total, place.device.peak(FORMS[place.form]))
+        assert said[devices] == (
+            round(100 * float(c.row["mfu"])),
+            pytest.approx(100 * planned["megatron"]["of_peak"], abs=0.6),
+        ), devices
 
 
 def test_the_page_has_its_tables() -> None:
