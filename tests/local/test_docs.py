@@ -78,7 +78,8 @@ def shorter(words: list[str]) -> list[str]:
     if "tokenizer" in words:
         return []
     if "train" in words or any("pretrain" in w for w in words):
-        return RESUME if "--load" in words else TRAIN
+        fewer = ["--global-batch-size", "16"] if "configs/demo.toml" in words else []
+        return [*(RESUME if "--load" in words else TRAIN), *fewer]
     return []
 
 
@@ -118,7 +119,6 @@ _EACH = ("--ntasks-per-node", "--nproc-per-node")
 OF_README = {"runs/first": "runs/first", "data/train": "data/train_text_document.idx"}
 
 
-@pytest.mark.xdist_group("docs")  # in one worker, the README's first
 @pytest.mark.parametrize("page", RUNNABLE, ids=lambda p: p.stem)
 def test_the_commands_of_a_page_run(page: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     missing = [name for name, file in OF_README.items() if not (scratch / file).exists()]
