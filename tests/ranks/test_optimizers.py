@@ -42,9 +42,9 @@ QUICK = [(config, name) for config in ("muon", "adafactor") for name in TRAVEL] 
 REST = [(c, name) for c in CONFIGS for name in LAYOUTS if (c, name) not in QUICK]
 
 
-def check(ranks: Ranks, config: str, name: str) -> None:
+def check(ranks: Ranks, config: str, name: str, steps: int = 3) -> None:
     layout = Layout(**{"dp": 1, "make_vocab_size_divisible_by": 8, "ddp_bucket_size": 3000, **LAYOUTS[name]})
-    case = Case(MODELS["llama"], layout, sequence=16, global_batch=4, optim=CONFIGS[config])
+    case = Case(MODELS["llama"], layout, sequence=16, global_batch=4, steps=steps, optim=CONFIGS[config])
     bad = faults(ranks(layout.world, measure, case, timeout=120)[0], reference_of(case))
     assert not bad, "\n".join(bad[:8])
 
@@ -57,7 +57,7 @@ def test_equal_to_one_process(ranks: Ranks, config: str, name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("config", "name"), REST)
 def test_equal_to_one_process_everywhere(ranks: Ranks, config: str, name: str) -> None:
-    check(ranks, config, name)
+    check(ranks, config, name, steps=5)
 
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------------

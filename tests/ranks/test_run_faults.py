@@ -259,6 +259,7 @@ def live_tensors() -> tuple[int, int]:
 def watched(cfg: Any, run_dir: str) -> tuple[list[int], list[tuple[int, int]]]:
     """A run: resident bytes after each save, live tensors after each step."""
     sizes, alive = [], []
+    gc.freeze()  # what was there before is not looked at after every step
     step, save = loop.one_step, loop.save
 
     def one_step(run: Any, *rest: Any) -> None:
@@ -274,6 +275,7 @@ def watched(cfg: Any, run_dir: str) -> tuple[list[int], list[tuple[int, int]]]:
     try:
         assert runs.train(cfg, run_dir) == 0
     finally:
+        gc.unfreeze()
         loop.one_step, loop.save = step, save
     return sizes, alive
 
