@@ -11,6 +11,7 @@ from isotron.commands.run_options import tokenizer_entries
 from isotron.config.catalogue import Option
 from isotron.config.check import check, finish
 from isotron.config.load import read
+from isotron.config.resume import find_checkpoint
 from isotron.config.schema import RunConfig, changed
 from isotron.core.errors import Refused, refuse
 from isotron.core.optim.groups import Override, parse
@@ -45,6 +46,9 @@ def is_meant(words: Sequence[str]) -> bool:
 def run(words: Sequence[str], own: Mapping[str, Option]) -> int:
     """Dry-run what the words describe; returns the exit code."""
     loaded = read(words, None, own)
+    place = loaded.config.checkpoint
+    if place.load and not {"load", "save"} & loaded.doubtful:  # its configuration counts, its tensors are not read
+        loaded = read(words, _configuration(place.load, place.save), own)
     if loaded.problems:
         raise Refused(loaded.problems)
     flags: dict[str, Any] = {k: g.value for k, g in loaded.flags.items()}
@@ -63,6 +67,19 @@ def run(words: Sequence[str], own: Mapping[str, Option]) -> int:
     found = facts(config, detailed, [] if rank >= 0 else [detailed, *others])
     print(json.dumps(found, indent=1) if flags.get("json") else "\n".join(lines(found)))
     return 0
+
+
+def _configuration(load: str, save: str) -> Any:
+    """What the checkpoint to load says of its model; a run may be planned where its checkpoint is not."""
+    try:
+        return find_checkpoint(load, save, log=_say).config
+    except Refused as refused:
+        _say(f"--load {load} is not read here, the model is that of the other options: {refused.problems[0].case}")
+        return None
+
+
+def _say(text: str) -> None:
+    print(f"note: {text}", file=sys.stderr)
 
 
 def check_optimizer(config: RunConfig) -> None:

@@ -183,3 +183,16 @@ def test_rules_that_ask_other_ranks(words: list[str], capsys: pytest.CaptureFixt
     assert cli.main([*base, "--tp", "2"]) == 2
     assert "a dry run has one of them" in capsys.readouterr().err
     assert cli.main([*base, "--pp", "2", "--global-batch-size", "4"]) == 0
+
+
+def test_a_checkpoint_says_which_model_is_planned(tmp_path, capsys):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
+    LlamaForCausalLM(LlamaConfig(vocab_size=96, **sizes)).save_pretrained(tmp_path / "hf")
+    words = ["train", "--dry-run", "--json", "--seq-length", "16", "--micro-batch-size", "1", "--load"]
+    assert cli.main([*words, str(tmp_path / "hf")]) == 0
+    assert json.loads(capsys.readouterr().out)["rank"]["layers"] == [0, 1, 2]
+    assert cli.main([*words, str(tmp_path / "elsewhere"), "--num-layers", "2"]) == 0  # a cluster's path, say
+    said = capsys.readouterr()
+    assert json.loads(said.out)["rank"]["layers"] == [0, 1] and "is not read here" in said.err
