@@ -11,6 +11,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 from torch.optim.adam import adam
+from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
 from isotron.core.optim.config import OptimConfig
@@ -39,10 +40,11 @@ class Adam(Elementwise):
 
     def update(self, todo: Todo) -> None:
         """Weight decay is applied to the weights when `decoupled` (AdamW), else added to the gradient."""
+        rule = adamw if self.decoupled else adam
         for part in todo.alike():
             device = part.grads[0].device
             steps = torch.full((len(part.views),), float(part.updates), device=device).unbind()
-            adam(
+            rule(
                 part.masters,
                 part.grads,
                 part.states["exp_avg"],
@@ -51,7 +53,6 @@ class Adam(Elementwise):
                 list(steps),
                 fused=True,
                 grad_scale=inverse(part.factor, device),
-                decoupled_weight_decay=self.decoupled,
                 amsgrad=False,
                 beta1=self.cfg.adam_beta1,
                 beta2=self.cfg.adam_beta2,
