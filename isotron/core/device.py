@@ -34,6 +34,7 @@ __all__ = [
     "flash_package",
     "dtype_of",
     "has_flex",
+    "has_grouped_host_flash",
     "has_grouped_matmul",
     "has_packed_products",
     "host_buffer",
@@ -285,6 +286,21 @@ def total_memory(device: torch.device) -> int | None:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (ValueError, OSError):
         return None
+
+
+@lru_cache(maxsize=1)
+def has_grouped_host_flash() -> bool:
+    """Whether the CPU's flash kernel takes fewer heads of keys than of queries. That of torch 2.6 does not look: it
+    reads on behind the keys, and its backward writes there. So it is asked about keys behind which others lie.
+    """
+    q, k = torch.ones(1, 2, 1, 1), torch.ones(1, 2, 1, 1)
+    v = torch.tensor([1.0, 2.0]).view(1, 2, 1, 1)
+    call = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    try:
+        o, _ = call(q, k[:, :1], v[:, :1], 0.0, False)
+    except RuntimeError:
+        return False
+    return bool((o == 1.0).all())
 
 
 def has_wide_products(device: torch.device) -> bool:

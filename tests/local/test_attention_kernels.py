@@ -137,6 +137,19 @@ def test_tiles_of_a_ring_by_the_flash_package(window: int) -> None:
     assert Kind.BAND in kinds if window else kinds == {Kind.CAUSAL, Kind.FULL}
 
 
+def test_a_host_kernel_without_groups_gets_keys_of_each_query(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch 2.6 has it: its kernel reads and writes behind grouped keys without a word."""
+    q, k, v = (numbers(B, heads, 8, N).detach().requires_grad_() for heads in (H, K, K))
+    plan, found = tiles(zigzag(0, 1, 8), zigzag(0, 1, 8), None, B, 0), []
+    for able in (devices.has_grouped_host_flash(), False):
+        monkeypatch.setattr("isotron.core.nn.kernels.has_grouped_host_flash", lambda able=able: able)
+        o = tiled(q, k, v, plan, HostFlash(0.5))
+        found.append((o, *torch.autograd.grad(o.square().sum(), (q, k, v))))
+    whole = [x.repeat_interleave(H // K, 1) for x in (k, v)]
+    found.append((torch.nn.functional.scaled_dot_product_attention(q, *whole, is_causal=True, scale=0.5),))
+    assert all(torch.allclose(x, found[0][i], rtol=1e-12, atol=1e-14) for f in found for i, x in enumerate(f))
+
+
 def test_spans_of_tiles() -> None:
     plan = [t for t in tiles(zigzag(1, 2, 16), zigzag(0, 2, 16), None, 1, 6) if t.kind is Kind.BAND]
     assert plan

