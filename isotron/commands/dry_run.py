@@ -48,7 +48,8 @@ def run(words: Sequence[str], own: Mapping[str, Option]) -> int:
     loaded = read(words, None, own)
     place = loaded.config.checkpoint
     if place.load and not {"load", "save"} & loaded.doubtful:  # its configuration counts, its tensors are not read
-        loaded = read(words, _configuration(place.load, place.save), own)
+        told = any(loaded.provenance.get(name, "default") != "default" for name in ("family", "num_layers"))
+        loaded = read(words, _configuration(place.load, place.save, told), own)
     if loaded.problems:
         raise Refused(loaded.problems)
     flags: dict[str, Any] = {k: g.value for k, g in loaded.flags.items()}
@@ -69,12 +70,14 @@ def run(words: Sequence[str], own: Mapping[str, Option]) -> int:
     return 0
 
 
-def _configuration(load: str, save: str) -> Any:
-    """What the checkpoint to load says of its model; a run may be planned where its checkpoint is not."""
+def _configuration(load: str, save: str, told: bool) -> Any:
+    """What the checkpoint to load says of its model; a run whose model is `told` may be planned where it is not."""
     try:
         return find_checkpoint(load, save, log=_say).config
-    except Refused as refused:
-        _say(f"--load {load} is not read here, the model is that of the other options: {refused.problems[0].case}")
+    except Refused:
+        if not told:
+            raise
+        _say(f"--load {load} cannot be read here: the model is that of the other options")
         return None
 
 

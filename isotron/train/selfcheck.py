@@ -1,9 +1,9 @@
 """`isotron verify`: the user's config scaled down, in the user's layout, against one process in float64.
 
 What is kept: the family and its switches, the ratio of query to key/value heads, whether heads are decoupled from the
-hidden size, ties, dropout, the schedule, sequence parallelism, ZeRO, recompute, uneven splits. What shrinks: every
-axis to at most 2 (TP to 4 where key/value heads are shared between ranks), widths, layers to about 2 per stage, the
-vocabulary to an odd 131.
+hidden size, ties, dropout, the schedule, sequence parallelism, ZeRO, recompute, uneven splits and empty stages, the
+optimizer with its groups and what is frozen. What shrinks: every axis to at most 2 (TP to 4 where key/value heads are
+shared between ranks), widths, layers to about 2 per stage, the vocabulary to an odd 131.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from isotron.core.parallel.pipeline.tables import is_file
 from isotron.core.parallel.plan import Layout
 from isotron.launch import run_ranks
 from isotron.train.scaled_experts import scaled_experts
+from isotron.train.scaled_run import changed_rules, scaled_optim, scaled_split
 from isotron.train.verify import Case, Measured, Row, compare, measure
 
 TOLERANCE = 1e-9
@@ -27,6 +28,7 @@ TIMEOUT_S = 300.0
 def scaled_layout(config: RunConfig) -> Layout:
     """The layout with every axis at most 2, or TP 4 where it exceeds the key/value heads."""
     own = config.layout
+    stages = min(own.pp, 2) * min(own.chunks, 2)
     tp = 4 if own.tp > config.model.kv_heads else min(own.tp, 2)
     cp = min(own.cp, 4 if "a2a+p2p" in own.cp_comm_type else 2)
     ep, etp = min(own.ep, 2), tp if own.expert_tp == own.tp else min(own.etp, 2)
@@ -46,7 +48,7 @@ def scaled_layout(config: RunConfig) -> Layout:
         microbatch_group=0,
         schedule_costs=own.schedule_costs if len(own.schedule_costs) <= 4 else (),  # of every stage: of one size too
         pipeline_layout="",
-        layers_per_stage=(),
+        layers_per_stage=scaled_split(config, stages),
         first_stage_layers=min(own.first_stage_layers, 1),
         last_stage_layers=min(own.last_stage_layers, 1),
         recompute_num_layers=min(own.recompute_num_layers, 2),
@@ -67,9 +69,8 @@ def scaled_model(config: RunConfig, layout: Layout) -> Any:
     heads = kv * (model.num_attention_heads // model.kv_heads)
     heads += -heads % (layout.tp * layout.cp)  # the heads of a rank are dealt to context-parallel ranks
     decoupled = model.head_size * model.num_attention_heads != model.hidden_size
-    numbered = config.layout.layers_per_stage or config.layout.pipeline_layout
-    uneven = bool(model.num_layers % layout.stages) or bool(numbered)
-    blocks = 2 * layout.stages + uneven
+    uneven = bool(model.num_layers % layout.stages)
+    blocks = sum(layout.layers_per_stage) or 2 * layout.stages + uneven
     sizes: dict[str, Any] = {
         "num_layers": blocks,
         "encoder_num_layers": blocks // 2,
@@ -106,9 +107,10 @@ def with_rotation(small: Any) -> Any:
 def scaled_case(config: RunConfig, inject: str = "") -> Case:
     """What is trained in place of the user's run: 3 microbatches, unequal numbers of unmasked tokens."""
     layout, data = scaled_layout(config), config.data
-    micro = min(config.train.micro_batch_size, 2)
+    micro, model = min(config.train.micro_batch_size, 2), scaled_model(config, layout)
+    optim = scaled_optim(config, model)
     return Case(
-        scaled_model(config, layout),
+        model,
         layout,
         SEQUENCE,
         micro,
@@ -117,6 +119,8 @@ def scaled_case(config: RunConfig, inject: str = "") -> Case:
         inject=inject,
         source=SEQUENCE + SEQUENCE // 2 if getattr(config.model, "two_streams", False) else 0,
         types=getattr(config.model, "type_vocab_size", 0),
+        frozen=optim.freeze,
+        optim=optim,
     )
 
 
@@ -171,7 +175,7 @@ def summarise(rows: list[Row]) -> dict[str, Row]:
 
 
 # option: the property that says its value with defaults filled in
-_AXES = {a: a for a in ("tp", "pp", "dp", "vpp", "sequence_parallel")}
+_AXES = {a: a for a in ("tp", "cp", "pp", "dp", "vpp", "sequence_parallel")}
 _AXES |= {"schedule": "schedule_name", "zero": "zero_stage", "recompute": "recompute"}
 _EXPERT_AXES = {"ep": "ep", "etp": "expert_tp"}
 _SIZES = {a: a for a in ("num_layers", "hidden_size", "num_attention_heads")}
@@ -184,10 +188,12 @@ def report(config: RunConfig, case: Case, rows: list[Row], summary: dict[str, Ro
     yours, tested = config.layout, case.layout
     lines = ["yours -> tested"]
     axes = _AXES | (_EXPERT_AXES if yours.ep > 1 or yours.etp else {})
+    axes |= {"layers_per_stage": "layers_per_stage"} if yours.layers_per_stage or yours.pipeline_layout else {}
     lines += [f"  {n:<20} {_axis(yours, a)} -> {_axis(tested, a)}" for n, a in axes.items()]
     lines += [
         f"  {n:<20} {getattr(config.model, a) or 'unknown'} -> {getattr(case.model, a)}" for n, a in _SIZES.items()
     ]
+    lines += [f"  {name:<20} {own} -> {small}" for name, own, small in changed_rules(config, case.optim)]
     lines += ["", f"{tested.world} ranks against one process, float64, 5 steps, 3 microbatches"]
     lines.append(f"  {'':<28} {'difference':>12} {'of':>10} {'relative':>10}")
     for name, row in summary.items():

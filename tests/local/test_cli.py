@@ -9,6 +9,7 @@ import shlex
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -277,6 +278,30 @@ def test_verify_shows_options_and_the_real_vocabulary(capsys, started, monkeypat
     ):
         assert line in lines, lines
     assert "num_key_value_heads  4 ->" in lines and "head_dim             16 ->" in lines
+
+
+def test_verify_keeps_the_optimizer_what_is_frozen_and_the_split(capsys, started, monkeypatch):
+    found = []
+    monkeypatch.setattr("isotron.train.selfcheck.main", lambda config, **rest: found.append(config) or 0)
+    from isotron.train.selfcheck import report, scaled_case
+
+    asked = ["--pp", "4", "--cp", "4", "--layers-per-stage", "0,3,1,4", "--num-layers", "8", "--optimizer", "muon"]
+    asked += ["--freeze", "embed.*", "layers.7.*", "--param-groups", "layers.0*norm.weight:wd_mult=0"]
+    asked += ["--exp-avg-dtype", "bfloat16"]
+    assert run(["verify", *SMALL, *asked], capsys)[0] == 0
+    case = scaled_case(found[-1])
+    assert case.layout.layers_per_stage == (0, 2) and case.model.num_layers == 2
+    assert case.optim.optimizer == "muon" and case.optim.param_groups == found[-1].optim.param_groups
+    assert case.frozen == case.optim.freeze == ("embed.*",)  # there is no block 7
+    lines = report(found[-1], case, [], {}, True)
+    for line in ("cp 4 -> 2", "optimizer muon -> muon", "freeze embed.*, layers.7.* -> embed.*",
+                 "exp_avg_dtype bfloat16 -> float32", "layers_per_stage (0, 3, 1, 4) -> (0, 2)"):  # fmt: skip
+        assert line in [" ".join(text.split()) for text in lines], lines
+    even = replace(found[-1], layout=replace(found[-1].layout, layers_per_stage=(2, 2, 2, 2)))
+    assert scaled_case(even).layout.layers_per_stage == (2, 2)
+    lost = replace(found[-1], optim=replace(found[-1].optim, freeze=("nosuch",)))
+    with pytest.raises(Refused, match="--freeze nosuch"):
+        scaled_case(lost)
 
 
 def test_notes_name_what_has_no_effect(capsys, started):

@@ -195,4 +195,5 @@ def test_a_checkpoint_says_which_model_is_planned(tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["rank"]["layers"] == [0, 1, 2]
     assert cli.main([*words, str(tmp_path / "elsewhere"), "--num-layers", "2"]) == 0  # a cluster's path, say
     said = capsys.readouterr()
-    assert json.loads(said.out)["rank"]["layers"] == [0, 1] and "is not read here" in said.err
+    assert json.loads(said.out)["rank"]["layers"] == [0, 1] and "cannot be read here" in said.err
+    assert cli.main([*words, str(tmp_path / "elsewhere")]) == 2 and "no such directory" in capsys.readouterr().err

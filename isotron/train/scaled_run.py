@@ -1,0 +1,74 @@
+"""The split and the optimizer of a run scaled down for `isotron verify`: the same kinds of stages, the same rules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from types import SimpleNamespace
+from typing import Any
+
+from isotron.config.schema import RunConfig
+from isotron.core.checkpoint.weights import global_names
+from isotron.core.layout import Ints
+from isotron.core.optim.config import OptimConfig
+from isotron.core.optim.groups import Override, parse, settle
+from isotron.core.parallel.plan import Layout, split_layers
+
+EPSILON = 1e-6  # far above rounding: it keeps Adam from turning the last bit of a tiny gradient into a step
+
+
+def scaled_split(config: RunConfig, stages: int) -> Ints:
+    """Blocks of each of so many stages, where the run names its own: none where it has none, one where it has fewest of
+    all, else two. Of more stages the first ones and the last.
+    """
+    own = config.layout
+    if not (own.layers_per_stage or own.pipeline_layout):
+        return ()
+    counts = [len(blocks) for blocks in split_layers(config.model.num_layers, own)]
+    picked = [*counts[: stages - 1], counts[-1]]
+    most = max(picked)
+    small = tuple(min(n, 1 if n < most and n == min(filter(None, picked)) else 2) for n in picked)
+    return small if sum(small) > 1 else ()
+
+
+def scaled_optim(config: RunConfig, small: Any) -> OptimConfig:
+    """The rules of the run's optimizer for the model `small`. Patterns that match nothing in the run's own model are
+    refused, those that match nothing in the small one left out. States are wide: rounding would hide a wrong layout.
+    """
+    own = config.optim
+    settle(_shapes(config.model, config.layout), own)
+    names = list(_shapes(small, config.layout))
+
+    def met(pattern: str) -> bool:
+        return any(fnmatchcase(name, pattern) for name in names)
+
+    groups = {word: parse(word) for word in own.param_groups}
+    return replace(
+        own,
+        adam_eps=max(own.adam_eps, EPSILON),
+        exp_avg_dtype="float32",
+        exp_avg_sq_dtype="float32",
+        master_remainders=False,
+        freeze=tuple(filter(met, own.freeze)),
+        param_groups=tuple(word for word, o in groups.items() if isinstance(o, Override) and met(o.pattern)),
+    )
+
+
+def changed_rules(config: RunConfig, small: OptimConfig) -> Iterable[tuple[str, str, str]]:
+    """(option, the run's, the tested value) of what the report says of the optimizer."""
+    own = config.optim
+    for name in ("optimizer", "freeze", "param_groups", "exp_avg_dtype", "exp_avg_sq_dtype"):
+        mine, tested = (getattr(cfg, name) for cfg in (own, small))
+        if name == "optimizer" or mine != tested or (isinstance(mine, tuple) and mine):
+            yield name, _text(mine), _text(tested)
+
+
+def _text(value: Any) -> str:
+    return (", ".join(value) or "none") if isinstance(value, tuple) else str(value)
+
+
+def _shapes(model: Any, layout: Layout) -> Mapping[str, Ints]:
+    """Of all parameters of a model, without any memory for them."""
+    table = model.layout(layout.padded_vocab(model.vocab_size))
+    return {name: table.rule(name).shape for name in global_names(SimpleNamespace(config=model, layout=layout))}  # type: ignore[arg-type]
