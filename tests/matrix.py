@@ -9,6 +9,7 @@ from typing import Any
 
 from isotron.core.models.gpt_config import GPTConfig
 from isotron.core.models.llama_config import LlamaConfig
+from isotron.core.parallel.pipeline.registry import SCHEDULES
 from isotron.core.parallel.plan import Layout
 from isotron.train.verify import Case, Measured, compare, measure
 from tests.covering import Case as Choice
@@ -99,6 +100,13 @@ def faults(found: Measured, reference: Measured, tolerance: float = 1e-9) -> lis
     bad = [row for row in compare(found, reference, tolerance) if not row.passes]
     bad.sort(key=lambda row: -row.difference / row.scale)
     return [f"{row.what}: {row.difference:.3g} of {row.scale:.3g}" for row in bad]
+
+
+def scheduled(layout: Layout, schedule: str, pp: int = 2) -> tuple[Layout, int]:
+    """The layout on `pp` ranks under a schedule with the fewest chunks that it takes, and how many stages it makes."""
+    chunks = 1 if SCHEDULES[schedule].per_rank == "one" else 2
+    vpp = chunks if SCHEDULES[schedule].per_rank == "several" else 1
+    return replace(layout, pp=pp, schedule=schedule, vpp=vpp), pp * chunks
 
 
 def equals_one_process(ranks: Callable[..., list[Any]], case: Case, name: str) -> None:

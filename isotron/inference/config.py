@@ -111,7 +111,8 @@ class EngineConfig:
             (f"--chunk {self.chunk}", self.chunk >= 1, "a pass takes one token or more", "--chunk 512"),
             (f"--speculate {self.speculate}", self.speculate in kinds, f"it is one of {', '.join(kinds)}",
              "--speculate ngram"),
-            (f"--lookahead {self.lookahead}", 0 <= self.lookahead <= 7, "1 to 7 tokens can be guessed ahead",
+            (f"--lookahead {self.lookahead}", 0 <= self.lookahead <= 7,
+             "1 to 7 tokens can be guessed ahead; 0 leaves the number to the kind",
              "--lookahead 4"),
         )  # fmt: skip
         return [Problem(asked, case, fix) for asked, fine, case, fix in rules if not fine]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from isotron.core.nn.mlp import GatedMLP, swiglu
 from isotron.core.nn.norm import LayerNorm, RMSNorm
 from isotron.inference.packed import Product, worthwhile
 
-Forward = Callable[..., Tensor]
+Forward = Callable[..., Tensor]  # made of a layer, and of whether copies of weights may be used
 
 
 def _linear(layer: Linear, packed: bool) -> Forward:
@@ -42,7 +41,7 @@ def _linear(layer: Linear, packed: bool) -> Forward:
     return forward
 
 
-def _rms(layer: RMSNorm) -> Forward | None:
+def _rms(layer: RMSNorm, packed: bool) -> Forward | None:
     weight, eps, offset = layer.weight, layer.eps, layer.offset
     if weight.dtype in (torch.bfloat16, torch.float16):  # there the order of roundings is part of the function
         return None
@@ -54,13 +53,13 @@ def _rms(layer: RMSNorm) -> Forward | None:
     return lambda x: rms_norm(x, shape, weight, eps)
 
 
-def _layer_norm(layer: LayerNorm) -> Forward | None:
+def _layer_norm(layer: LayerNorm, packed: bool) -> Forward | None:
     weight, bias, eps = layer.weight, layer.bias, layer.eps
     shape = (weight.shape[0],)
     return lambda x: layer_norm(x, shape, weight, bias, eps)
 
 
-def _gated(layer: GatedMLP) -> Forward | None:
+def _gated(layer: GatedMLP, packed: bool) -> Forward | None:
     up, down = layer.gate_up, layer.down
     if layer.gated is not swiglu:
         return None
@@ -72,7 +71,7 @@ def _gated(layer: GatedMLP) -> Forward | None:
     return forward
 
 
-def _nothing(layer: Dropout) -> Forward | None:
+def _nothing(layer: Dropout, packed: bool) -> Forward | None:
     return lambda x, ids: x
 
 
@@ -87,20 +86,14 @@ def _logits(layer: Head, packed: bool) -> Forward:
     return logits
 
 
-TABLE: dict[type, Callable[[Any], Forward | None]] = {
+TABLE: dict[type, Callable[[Any, bool], Forward | None]] = {
+    Linear: _linear,
+    Head: _logits,
     RMSNorm: _rms,
     LayerNorm: _layer_norm,
     GatedMLP: _gated,
     Dropout: _nothing,
 }
-PRODUCTS: dict[type, tuple[str, Callable[[Any, bool], Forward]]] = {
-    Linear: ("forward", _linear),
-    Head: ("logits", _logits),
-}
-
-
-def _applied(make: Callable[[Any, bool], Forward], packed: bool, layer: Any) -> Forward:
-    return make(layer, packed)
 
 
 @contextmanager
@@ -110,15 +103,11 @@ def lean(module: nn.Module, stays: bool = True) -> Iterator[None]:
     `stays`: the weights lie where they lie and do not change inside, so that copies of them can be used.
     """
     changed: list[tuple[nn.Module, str]] = []
-    products = [layer for layer in module.modules() if type(layer) in PRODUCTS]
-    packed = stays and worthwhile(layer.weight for layer in products)  # type: ignore[misc]
+    layers: list[Any] = [layer for layer in module.modules() if type(layer) in TABLE]
+    packed = stays and worthwhile(layer.weight for layer in layers if isinstance(layer, (Linear, Head)))
     try:
-        for layer in module.modules():
-            name, make = "forward", TABLE.get(type(layer))
-            if type(layer) in PRODUCTS:
-                name, of = PRODUCTS[type(layer)]
-                make = partial(_applied, of, packed)
-            found = None if make is None else make(layer)
+        for layer in layers:
+            name, found = "logits" if isinstance(layer, Head) else "forward", TABLE[type(layer)](layer, packed)
             if found is not None:
                 setattr(layer, name, found)
                 changed.append((layer, name))

@@ -17,6 +17,11 @@ class Luck:
     rest: int = 0
     patience: int = 4
 
+    @property
+    def worth(self) -> int:
+        """Guesses to make in the next pass."""
+        return 0 if self.rest else self.bold
+
     def saw(self, guessed: int, right: int) -> None:
         """The fate of the last guesses: more where all were right, and a pause, twice as long each time, where none."""
         if not guessed:

@@ -57,10 +57,10 @@ class FromText:
 
     def guess(self, rows: Sequence[Row], most: int) -> None:
         """The longest match decides, of equally long ones the latest."""
-        few = len(rows) <= FEW
+        if self.weighs and len(rows) > FEW:
+            most = 0
         for row in rows:
-            wanted = most if not self.weighs else min(most, row.luck.bold) if few and not row.luck.rest else 0
-            count = room(row, wanted, self.stretch)
+            count = room(row, min(most, row.luck.worth) if self.weighs else most, self.stretch)
             row.guesses = _continued(row, count) if count else []
 
     def saw(self, rows: Sequence[Row], spans: Sequence[Span]) -> None:

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from types import SimpleNamespace
 from typing import Any
 
 from isotron.config.schema import RunConfig
-from isotron.core.checkpoint.weights import global_names
 from isotron.core.layout import Ints
+from isotron.core.optim.build import shapes_of
 from isotron.core.optim.config import OptimConfig
 from isotron.core.optim.groups import Override, parse, settle
-from isotron.core.parallel.plan import Layout, split_layers
-
-EPSILON = 1e-6  # far above rounding: it keeps Adam from turning the last bit of a tiny gradient into a step
+from isotron.core.parallel.plan import split_layers
+from isotron.train.verify import Case
 
 
 def scaled_split(config: RunConfig, stages: int) -> Ints:
@@ -37,8 +35,8 @@ def scaled_optim(config: RunConfig, small: Any) -> OptimConfig:
     refused, those that match nothing in the small one left out. States are wide: rounding would hide a wrong layout.
     """
     own = config.optim
-    settle(_shapes(config.model, config.layout), own)
-    names = list(_shapes(small, config.layout))
+    settle(shapes_of(config.model, config.layout), own)
+    names = list(shapes_of(small, config.layout))
 
     def met(pattern: str) -> bool:
         return any(fnmatchcase(name, pattern) for name in names)
@@ -46,7 +44,7 @@ def scaled_optim(config: RunConfig, small: Any) -> OptimConfig:
     groups = {word: parse(word) for word in own.param_groups}
     return replace(
         own,
-        adam_eps=max(own.adam_eps, EPSILON),
+        adam_eps=max(own.adam_eps, Case.optim.adam_eps),  # see there
         exp_avg_dtype="float32",
         exp_avg_sq_dtype="float32",
         master_remainders=False,
@@ -66,9 +64,3 @@ def changed_rules(config: RunConfig, small: OptimConfig) -> Iterable[tuple[str, 
 
 def _text(value: Any) -> str:
     return (", ".join(value) or "none") if isinstance(value, tuple) else str(value)
-
-
-def _shapes(model: Any, layout: Layout) -> Mapping[str, Ints]:
-    """Of all parameters of a model, without any memory for them."""
-    table = model.layout(layout.padded_vocab(model.vocab_size))
-    return {name: table.rule(name).shape for name in global_names(SimpleNamespace(config=model, layout=layout))}  # type: ignore[arg-type]

@@ -53,7 +53,7 @@ def test_weights_come_back(name, tmp_path):
     assert found and all(torch.equal(found[n], wanted[n]) for n in found)
     assert not model.stages[0].module.head.weight[131:].any()
     saved = {n for n in Source(step).names() if not n.startswith("exp_avg/")}
-    assert set(global_names(model)) == saved and ("head.weight" in saved) == (name == "llama")
+    assert set(global_names(model.config, model.layout)) == saved and ("head.weight" in saved) == (name == "llama")
 
 
 def test_names_and_shapes_are_compared_for_the_whole_model():

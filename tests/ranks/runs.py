@@ -6,10 +6,12 @@ import contextlib
 import io
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -108,3 +110,24 @@ def assert_same(a: dict[str, Tensor], b: dict[str, Tensor], names: Any = None) -
     assert chosen
     different = [n for n in chosen if a[n].dtype != b[n].dtype or not torch.equal(a[n], b[n])]
     assert not different, different
+
+
+def goes_on(
+    ranks: Callable[..., list[Any]], place: Path, family: str, settings: dict[str, Any], layouts: dict[str, Any]
+) -> None:
+    """Four steps of one process against two of it and two in each layout: dropout, blends, validation, checkpoint."""
+    words, whole = write_data(place), str(place / "whole")
+    cfg = config(family, data_path=("0.7", words, "0.3", words), save=whole, save_interval=2, **settings)
+    assert ranks(1, train, cfg, whole) == [0]
+    wanted = {key: lines(whole, key) for key in ("loss", "grad_norm", "sample_ids", "eval_loss")}
+    assert set(wanted["loss"]) == {1, 2, 3, 4} and set(wanted["eval_loss"]) == {2, 4}
+    for name, layout in layouts.items():
+        rest = str(place / name.replace(" ", "-"))
+        other = changed(cfg, load=step_dir(whole, 2), save=rest, layer_split="balanced", **layout)
+        assert ranks(other.layout.world, train, other, rest) == [0] * other.layout.world
+        for key, first in wanted.items():
+            later = lines(rest, key)
+            assert later == {step: pytest.approx(first[step], rel=1e-9) for step in first if step > 2}, (name, key)
+        found, own = tensors(step_dir(rest, 4)), tensors(step_dir(whole, 4))
+        assert found.keys() == own.keys()
+        assert all((found[n] - own[n]).abs().max() <= 1e-9 * own[n].abs().max() + 1e-15 for n in own), name

@@ -15,7 +15,7 @@ from isotron.train.selfcheck import scaled_case
 from tests.bert_matrix import AXES, case_of, legal
 from tests.covering import Case as Choice
 from tests.covering import covering, product_of, uncovered
-from tests.matrix import equals_one_process
+from tests.matrix import equals_one_process, scheduled
 
 Ranks = Callable[..., list[Any]]
 PAIRS = covering(AXES, legal)
@@ -84,8 +84,6 @@ def test_full_product(ranks: Ranks, choice: Choice) -> None:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_schedule(ranks: Ranks, schedule: str) -> None:
     """The output layer's bias, and the layer before it, where weight gradients wait for actions of their own."""
-    chunks = 1 if SCHEDULES[schedule].per_rank == "one" else 2
-    vpp = chunks if SCHEDULES[schedule].per_rank == "several" else 1
     case = case_of(PLAIN)
-    layout = replace(case.layout, pp=2, schedule=schedule, vpp=vpp)
+    layout, _ = scheduled(case.layout, schedule)
     equals_one_process(ranks, replace(case, layout=layout, batch_multiples=(1, 2)), schedule)

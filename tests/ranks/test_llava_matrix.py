@@ -12,7 +12,7 @@ from isotron.core.parallel.pipeline.registry import SCHEDULES
 from tests.covering import Case as Choice
 from tests.covering import covering, uncovered
 from tests.llava_matrix import AXES, case_of, legal
-from tests.matrix import equals_one_process
+from tests.matrix import equals_one_process, scheduled
 
 Ranks = Callable[..., list[Any]]
 PAIRS = covering(AXES, legal)
@@ -52,8 +52,6 @@ def test_pairs(ranks: Ranks, choice: Choice) -> None:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_schedule(ranks: Ranks, schedule: str) -> None:
     """Microbatches of 0, 1 and 2 pictures, of other shapes at every boundary; steps of two sizes."""
-    chunks = 1 if SCHEDULES[schedule].per_rank == "one" else 2
-    vpp = chunks if SCHEDULES[schedule].per_rank == "several" else 1
     case = case_of(PLAIN)
-    layout = replace(case.layout, tp=1, pp=2, schedule=schedule, vpp=vpp)
+    layout, _ = scheduled(replace(case.layout, tp=1), schedule)
     equals_one_process(ranks, replace(case, layout=layout, batch_multiples=(1, 2)), schedule)

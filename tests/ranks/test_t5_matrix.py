@@ -14,7 +14,7 @@ from isotron.core.parallel.plan import Layout
 from isotron.train.selfcheck import scaled_case
 from tests.covering import Case as Choice
 from tests.covering import covering, product_of, uncovered
-from tests.matrix import equals_one_process
+from tests.matrix import equals_one_process, scheduled
 from tests.t5_matrix import AXES, case_of, legal
 
 Ranks = Callable[..., list[Any]]
@@ -80,9 +80,8 @@ def test_full_product(ranks: Ranks, choice: Choice) -> None:
 def test_every_schedule(ranks: Ranks, schedule: str, pp: int) -> None:
     """The biases and the embedding live on several stages, some of them on one rank."""
     case = case_of(PLAIN)
-    chunks = 1 if SCHEDULES[schedule].per_rank == "one" else 2
-    vpp = chunks if SCHEDULES[schedule].per_rank == "several" else 1
-    layout = replace(case.layout, pp=pp, schedule=schedule, vpp=vpp, layers_per_stage=split_of(pp * chunks))
+    layout, stages = scheduled(replace(case.layout, layers_per_stage=()), schedule, pp)
+    layout = replace(layout, layers_per_stage=split_of(stages))
     case = replace(case, layout=layout, batch_multiples=(1, 2), global_batch=4)
     equals_one_process(ranks, case, f"{schedule} on {pp}")
 

@@ -27,24 +27,7 @@ T5 = {"dtype": "float64", "train_iters": 4, "eval_iters": 2, "eval_interval": 2,
 
 @pytest.mark.parametrize("name", [pytest.param("TP2+SPxPP2", marks=pytest.mark.slow), "PP2x2chunks zero 2"])
 def test_goes_on_in_every_layout(ranks: Any, tmp_path: Path, name: str) -> None:
-    """Dropout, blends, validation and the checkpoint: all of them at once, against one process."""
-    words = runs.write_data(tmp_path)
-    whole = str(tmp_path / "whole")
-    data = ("0.7", words, "0.3", words)
-    cfg = runs.config("t5", data_path=data, save=whole, save_interval=2, **T5)
-    assert ranks(1, runs.train, cfg, whole) == [0]
-    wanted = {key: runs.lines(whole, key) for key in ("loss", "grad_norm", "sample_ids", "eval_loss")}
-    assert set(wanted["loss"]) == {1, 2, 3, 4} and set(wanted["eval_loss"]) == {2, 4}
-    rest = str(tmp_path / name.replace(" ", "-"))
-    other = runs.changed(cfg, load=runs.step_dir(whole, 2), save=rest, layer_split="balanced", **LAYOUTS[name])
-    world = other.layout.world
-    assert ranks(world, runs.train, other, rest) == [0] * world
-    for key, first in wanted.items():
-        later = runs.lines(rest, key)
-        assert later == {step: pytest.approx(first[step], rel=1e-9) for step in first if step > 2}, (name, key)
-    found, own = runs.tensors(runs.step_dir(rest, 4)), runs.tensors(runs.step_dir(whole, 4))
-    assert found.keys() == own.keys()
-    assert all((found[n] - own[n]).abs().max() <= 1e-9 * own[n].abs().max() + 1e-15 for n in own), name
+    runs.goes_on(ranks, tmp_path, "t5", T5, {name: LAYOUTS[name]})
 
 
 WRITES: dict[str, dict[str, Any]] = {"1": {}, "TP2xPP2": {"tp": 2, "pp": 2}, "PP4": {"pp": 4}}

@@ -151,7 +151,7 @@ def verify_files(path: str | Path, hashes: bool = True, share: tuple[int, int] =
     for index, (name, entry) in enumerate(sorted(manifest.files.items())):
         case = file_error(path, name, entry, hashes and index % share[1] == share[0])
         if case:
-            fix = "load another step_XXXXXXXX directory of the same run, or copy this file again from where it came"
+            fix = "load another step of the same run, or copy this file again from where it came"
             problems.append(Problem(f"read the checkpoint {path}", case, fix))
     if problems:
         raise Refused(problems)

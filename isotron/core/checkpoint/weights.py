@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib import import_module
+from typing import Any
 
 import torch
 
 from isotron.core.checkpoint.load import Loaded, TensorSource, Wanted, load_tensors
 from isotron.core.layout import Box, Table, whole
 from isotron.core.parallel.model import ParallelModel
+from isotron.core.parallel.plan import Layout
 
 OPTIMIZER = ("master/", "exp_avg/", "exp_avg_sq/", "exp_avg_sq_row/", "exp_avg_sq_col/", "momentum/")
 
@@ -46,7 +48,7 @@ def load_masters(model: ParallelModel, source: TensorSource) -> None:
 def weights_wanted(model: ParallelModel) -> list[Wanted]:
     """Every tensor of the whole model under its global name, with the regions that this rank holds, maybe none."""
     table: Table = model.config.layout(model.layout.padded_vocab(model.config.vocab_size))
-    pieces: dict[str, list[tuple[Box, torch.Tensor]]] = {name: [] for name in global_names(model)}
+    pieces: dict[str, list[tuple[Box, torch.Tensor]]] = {name: [] for name in global_names(model.config, model.layout)}
     for stage in model.stages.values():
         for view in stage.flat.held():
             pieces[view.placed.name] += view.pieces(view.weight, owned=False)
@@ -55,10 +57,9 @@ def weights_wanted(model: ParallelModel) -> list[Wanted]:
     return [Wanted(name, found, table.rule(name).shape) for name, found in pieces.items()]
 
 
-def global_names(model: ParallelModel) -> Iterator[str]:
-    """The names that a checkpoint of this model holds, each once."""
-    cfg = model.config
-    padded = model.layout.padded_vocab(cfg.vocab_size)
+def global_names(cfg: Any, layout: Layout) -> Iterator[str]:
+    """The names that a checkpoint of a model holds, each once, without memory for it."""
+    padded = layout.padded_vocab(cfg.vocab_size)
     with torch.device("meta"):
         module = import_module(f"isotron.core.models.{cfg.family}").build(
             cfg, range(cfg.num_layers), True, True, padded

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TypeVar, overload
+from typing import Any, TypeVar, overload
 
 import torch
 
@@ -14,6 +14,7 @@ from isotron.core.optim.groups import settle
 from isotron.core.optim.mup import initial_factor, width_of
 from isotron.core.optim.optimizer import Optimizer
 from isotron.core.parallel.model import ParallelModel
+from isotron.core.parallel.plan import Layout
 
 Kind = TypeVar("Kind", bound=Optimizer)
 
@@ -26,7 +27,7 @@ def make_optimizer(model: ParallelModel, cfg: OptimConfig, kind: type[Kind]) -> 
 
 def make_optimizer(model: ParallelModel, cfg: OptimConfig, kind: type[Optimizer] = Optimizer) -> Optimizer:
     """Every rank calls it; patterns that match nothing or contradict each other are refused on all of them alike."""
-    settings = settle(shapes_of(model), cfg, width=width_of(model.config.hidden_size, cfg))
+    settings = settle(shapes_of(model.config, model.layout), cfg, width=width_of(model.config.hidden_size, cfg))
     mesh = model.mesh
     like = torch.empty(0, dtype=torch.promote_types(model.dtype, torch.float32), device=model.device)
     neighbours = mesh.group_of(mesh.ranks_along("tp", "cp", "dp"))
@@ -42,7 +43,7 @@ def scale_initial(model: ParallelModel, cfg: OptimConfig) -> None:
             view.weight.mul_(initial_factor(view.placed.name, view.placed.rule.shape, width))
 
 
-def shapes_of(model: ParallelModel) -> Mapping[str, Ints]:
+def shapes_of(config: Any, layout: Layout) -> Mapping[str, Ints]:
     """Global names and shapes of the whole model's parameters, each once."""
-    table = model.config.layout(model.layout.padded_vocab(model.config.vocab_size))
-    return {name: table.rule(name).shape for name in global_names(model)}
+    table = config.layout(layout.padded_vocab(config.vocab_size))
+    return {name: table.rule(name).shape for name in global_names(config, layout)}
