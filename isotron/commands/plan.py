@@ -16,7 +16,7 @@ from isotron.config.load import Loaded, read
 from isotron.config.schema import MODELS, PRESETS, RunConfig, changed, to_toml
 from isotron.core.errors import Problem, Refused, refuse
 from isotron.planner import report
-from isotron.planner.amounts import amount
+from isotron.planner.amounts import amount, whole_steps
 from isotron.planner.block_time import Place
 from isotron.planner.budget import within_budget
 from isotron.planner.efficiency import STACKS, stack_for
@@ -164,6 +164,7 @@ def _one(
         raise Refused(problems)
     config, chosen = within_budget(finish(config))
     job = replace(Job.of(config), config=_with_positions(shape, config))
+    whole_steps("--tokens", tokens, job.step_tokens)
     if flags["scaling"]:
         rows = report.scaling_facts(_scaled(job, flags["scaling"]), place)
         return {"scaling": flags["scaling"], "rows": rows, "lines": report.scaling_lines(rows, flags["scaling"])}
@@ -206,6 +207,7 @@ def _search(
     config = changed(config, dp=0)
     base = finish(changed(config, micro_batch_size=1), devices)
     job = replace(Job.of(base), config=_with_positions(shape, base))
+    whole_steps("--tokens", tokens, job.step_tokens)
     found = search(job, devices, place, limit, flags["top"])
     facts: dict[str, Any] = {
         "devices": devices,

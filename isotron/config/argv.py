@@ -148,7 +148,8 @@ def _unknown(parsed: Parsed, flag: str, options: Mapping[str, Option]) -> None:
     other, _ = _leaf_of(flag, catalogue())
     if other:
         case = "it is an option of isotron train, not of this command"
-        parsed.problems.append(Problem(flag, case, "leave it out; what a checkpoint fixes is read from it"))
+        fix = "leave it out" + "; what a checkpoint fixes is read from it" * ("load" in options)
+        parsed.problems.append(Problem(flag, case, fix))
         return
     known = {o.flag for o in options.values()} | {f for f, leaf in compat.ALIASES.items() if leaf in options}
     close = nearest(flag.replace("_", "-"), known | compat.names())

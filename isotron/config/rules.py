@@ -18,6 +18,11 @@ from isotron.config.schema import RunConfig, value
 from isotron.core.errors import Problem
 
 
+def is_no_directory(path: str) -> bool:
+    """Whether there is something else than a directory: a file, a device, a pipe."""
+    return os.path.exists(path) and not os.path.isdir(path)
+
+
 @dataclass(frozen=True)
 class Facts:
     """The world of a run: processes given by a launcher (None: isotron starts them), accelerators, tokenizer, files."""
@@ -26,7 +31,7 @@ class Facts:
     device_count: int = 0
     tokenizer_vocab: int = 0
     exists: Callable[[str], bool] = os.path.exists
-    is_file: Callable[[str], bool] = os.path.isfile
+    is_file: Callable[[str], bool] = is_no_directory
 
 
 @dataclass(frozen=True)

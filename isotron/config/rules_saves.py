@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from isotron.config.rules import Facts, Rule, asked
+import os
+
+from isotron.config.rules import Facts, Rule, asked, flag, moved
 from isotron.config.schema import RunConfig
 from isotron.core.errors import Problem
 
+WORKS = {"save": "runs/first", "local_save": "/dev/shm/run"}
+
 
 def _is_file(leaf: str) -> Rule:
-    """A directory that is a file would be found out by the first save."""
+    """A directory that is a file or a device would be found out by the first save."""
 
     def named(c: RunConfig) -> str:
         return str(getattr(c.checkpoint, leaf))
 
     def problem(c: RunConfig, f: Facts) -> Problem:
-        option = asked(c, leaf)
-        return Problem(option, "it is a file, and checkpoints need a directory", f"{option}-checkpoints")
+        case = "it is a file or a device, and checkpoints need a directory"
+        return Problem(asked(c, leaf), case, f"{flag(leaf)} {WORKS[leaf]}")
 
     name = f"{leaf} is a directory"
     return Rule(name, (leaf,), lambda c, f: bool(named(c)) and f.is_file(named(c)), problem)
@@ -42,6 +46,16 @@ def _local_save(c: RunConfig, f: Facts) -> Problem:
     return Problem(asked(c, "local_save", "local_save_interval"), case, fix)
 
 
+def _same(one: str, other: str) -> bool:
+    """Whether two paths are given and are one place."""
+    return bool(one and other) and os.path.realpath(one) == os.path.realpath(other)
+
+
+def _local_place(c: RunConfig, f: Facts) -> Problem:
+    case = "a copy on a node's own disk is kept beside the run's checkpoints, and both would go to one directory"
+    return Problem(asked(c, "local_save", *moved(c, "save", "run_dir")), case, f"--local-save {WORKS['local_save']}")
+
+
 def _node(c: RunConfig, f: Facts) -> Problem:
     ranks, world = c.checkpoint.local_save_ranks, c.layout.world
     case = f"{ranks} ranks would share a node, and the run has {world}"
@@ -55,12 +69,13 @@ SAVE_RULES: tuple[Rule, ...] = (
     Rule("fine-tuning needs weights", ("finetune", "load"),
          lambda c, f: c.checkpoint.finetune and not c.checkpoint.load, _finetune_source),
     Rule("fine-tuning goes elsewhere", ("finetune", "load", "save"),
-         lambda c, f: c.checkpoint.finetune and bool(c.checkpoint.load) and c.checkpoint.load == c.checkpoint.save,
-         _finetune_place),
+         lambda c, f: c.checkpoint.finetune and _same(c.checkpoint.load, c.checkpoint.save), _finetune_place),
     Rule("kept beside the last", ("keep_every", "keep_last"),
          lambda c, f: c.checkpoint.keep_every > 0 and not c.checkpoint.keep_last, _keep_every),
     Rule("local saves", ("local_save", "local_save_interval"),
          lambda c, f: bool(c.checkpoint.local_save) != bool(c.checkpoint.local_save_interval), _local_save),
+    Rule("local saves go elsewhere", ("local_save", "save", "run_dir"), 
+         lambda c, f: _same(c.checkpoint.local_save, c.checkpoint.save or c.log.run_dir), _local_place),
     Rule("ranks of a node", ("local_save_ranks",),
          lambda c, f: c.checkpoint.local_save_ranks > c.layout.world, _node),
 )  # fmt: skip

@@ -8,6 +8,7 @@ from isotron.core.errors import refuse
 
 UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 LEAST = 1e6  # a run of fewer is a number that was meant in another unit
+MOST = 1e17  # a thousand times all text that people have written
 _AMOUNT = re.compile(r"(\d[\d_,]*(?:\.\d*)?(?:e\+?\d{1,2})?) ?([kmbt]?)", re.ASCII | re.IGNORECASE)
 
 
@@ -21,7 +22,16 @@ def amount(option: str, text: str) -> float:
     if 0 < tokens < LEAST:
         case = f"tokens are counted one by one, and {in_words(tokens)} are less than a step; for billions write B"
         raise refuse(asked, case, f"{option} {found[1]}B" if not found[2] else fix)
+    if tokens > MOST:
+        raise refuse(asked, f"no run has more than {in_words(MOST)}, for which there is no text", fix)
     return tokens
+
+
+def whole_steps(option: str, tokens: float, per_step: int) -> None:
+    """Refuses a run that ends within its first step; 0 tokens mean that nobody said how many."""
+    if 0 < tokens < per_step:
+        asked, case = f"{option} {in_words(tokens)}", f"one step already takes {per_step:,} tokens"
+        raise refuse(asked, case, f"{option} {per_step}, or a smaller --global-batch")
 
 
 def in_words(tokens: float) -> str:

@@ -65,6 +65,9 @@ BOTH_SIDES: dict[str, tuple[str, str, dict]] = {
     "shards divide the experts' ranks": ("--num-experts 4 --dp 4 --tp 3 --num-attention-heads 3 --head-dim 16 --ep 2 "
                                          "--etp 2 --zero-shard-size 2 --hidden-size 48 --ffn-hidden-size 48",
                                          "--num-experts 4 --dp 4 --tp 2 --ep 2 --etp 1 --zero-shard-size 2", {}),
+    "halves that travel": ("--num-experts 4 --dp 2 --ep 2 --moe-token-dispatcher-type allgather "
+                           "--overlap-moe-expert-parallel-comm",
+                           "--num-experts 4 --dp 2 --ep 2 --overlap-moe-expert-parallel-comm", {}),
     "padding needs a capacity": ("--num-experts 4 --moe-pad-expert-input-to-capacity",
                                  "--num-experts 4 --moe-pad-expert-input-to-capacity "
                                  "--moe-expert-capacity-factor 1.0", {}),
@@ -175,6 +178,8 @@ BOTH_SIDES: dict[str, tuple[str, str, dict]] = {
     "spikes stand out": ("--spike-factor 0.5", "--spike-factor 1.5", {}),
     "loss scale floor": ("--min-loss-scale 8 --initial-loss-scale 4", "--min-loss-scale 4 --initial-loss-scale 4", {}),
     "save is a directory": ("--save t.json", "--save elsewhere", {}),
+    "local saves go elsewhere": ("--save runs/a --local-save runs/../runs/a --local-save-interval 1",
+                                 "--save runs/a --local-save runs/b --local-save-interval 1", {}),
     "local_save is a directory": ("--local-save t.json --local-save-interval 1",
                                   "--local-save elsewhere --local-save-interval 1", {}),
     "fine-tuning needs weights": ("--finetune", "--finetune --load a", {}),

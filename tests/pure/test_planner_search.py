@@ -278,6 +278,9 @@ def test_numbers_of_tokens_as_people_write_them() -> None:
     [
         (("--model", "llama3-8b", "--gpus", "8", "--tokens", "300"), "try:    --tokens 300B"),
         (("--model", "llama3-8b", "--gpus", "8", "--tokens", "many"), "written as 300B, 1.5T, 300e9"),
+        (("--model", "llama3-8b", "--gpus", "8", "--tokens", "1e30"), "no run has more than 100000T"),
+        (("--model", "llama3-8b", "--gpus", "8", "--tokens", "1e6"), "one step already takes 4,194,304 tokens"),
+        (("--model", "llama3-8b", "--gpus", "8", "--tp", "2", "--tokens", "4M"), "--tokens 4194304, or a smaller"),
         (("--model", "llama3-80b", "--gpus", "8"), "the milestones are"),
         (("--model", "llama2-7b"), "neither a number of devices nor a layout"),
         (("--model", "llama3-8b", "--gpus", "9", "--tp", "2"), "which do not divide 9"),

@@ -156,13 +156,15 @@ def test_costs_from_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         ("1f1b --schedule-costs 1,2", "1,1,1,0"),
         ("1f1b --schedule-costs-from nowhere.json", "not a trace of a step"),
         ("1f1b --lr 3", "not of this command"),
+        ("--schedule zbv --pp 3 --microbatches 1", "try:    leave it out\n"),
         ("1f1b --pp 2 --target-bubble -1", "--target-bubble 15"),
         ("1f1b --pp 2 --target-bubble 200", "--target-bubble 15"),
     ],
 )
 def test_refusals(line: str, words: str) -> None:
-    with pytest.raises(Refused, match=words.replace("(", r"\(")):
+    with pytest.raises(Refused, match=words.replace("(", r"\(")) as refused:
         command.run(line.split())
+    assert "checkpoint" not in str(refused.value)  # a schedule has nothing to do with one
 
 
 def test_help_names_every_option() -> None:
