@@ -36,6 +36,8 @@ def run(words: Sequence[str]) -> int:
         print(f"note: {note}", file=sys.stderr)
     flags = prepared.flags
     config = _with_vocabulary(changed(prepared.config, device="cpu"))
+    if prepared.provenance.get("global_batch_size") in ("default", "derived"):
+        config = changed(config, global_batch_size=0)  # nobody said it: as many microbatches as show the most
     return int(main(config, inject=flags.get("inject", ""), as_json=bool(flags.get("json"))))
 
 

@@ -3,7 +3,7 @@
 What is kept: the family and its switches, the ratio of query to key/value heads, whether heads are decoupled from the
 hidden size, ties, dropout, the schedule, sequence parallelism, ZeRO, recompute, uneven splits and empty stages, the
 optimizer with its groups and what is frozen. What shrinks: every axis to at most 2 (TP to 4 where key/value heads are
-shared between ranks), widths, layers to about 2 per stage, the vocabulary to an odd 131.
+shared between ranks), widths, layers to about 2 per stage, microbatches to at most 3, the vocabulary to an odd 131.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from isotron.train.verify import Case, Measured, Row, compare, measure
 
 TOLERANCE = 1e-9
 SEQUENCE = 16
+MICROBATCHES = 3  # of a step, at most
 TIMEOUT_S = 300.0
 
 
@@ -105,7 +106,7 @@ def with_rotation(small: Any) -> Any:
 
 
 def scaled_case(config: RunConfig, inject: str = "") -> Case:
-    """What is trained in place of the user's run: 3 microbatches, unequal numbers of unmasked tokens."""
+    """What is trained in place of the user's run: a few microbatches, unequal numbers of unmasked tokens."""
     layout, data = scaled_layout(config), config.data
     micro, model = min(config.train.micro_batch_size, 2), scaled_model(config, layout)
     optim = scaled_optim(config, model)
@@ -114,7 +115,7 @@ def scaled_case(config: RunConfig, inject: str = "") -> Case:
         layout,
         SEQUENCE,
         micro,
-        3 * micro * layout.dp,
+        min(microbatches(config) or MICROBATCHES, MICROBATCHES) * micro * layout.dp,
         isolate=data.reset_attention_mask or data.pack_documents or data.short_seq_prob > 0,
         inject=inject,
         source=SEQUENCE + SEQUENCE // 2 if getattr(config.model, "two_streams", False) else 0,
@@ -122,6 +123,11 @@ def scaled_case(config: RunConfig, inject: str = "") -> Case:
         frozen=optim.freeze,
         optim=optim,
     )
+
+
+def microbatches(config: RunConfig) -> int:
+    """Microbatches of a step of the run; 0 where it does not say how large its batch is."""
+    return config.train.global_batch_size // (config.train.micro_batch_size * max(config.layout.dp, 1))
 
 
 def check(case: Case) -> tuple[list[Row], Measured]:
@@ -193,8 +199,11 @@ def report(config: RunConfig, case: Case, rows: list[Row], summary: dict[str, Ro
     lines += [
         f"  {n:<20} {getattr(config.model, a) or 'unknown'} -> {getattr(case.model, a)}" for n, a in _SIZES.items()
     ]
+    of_step = case.global_batch // (case.micro_batch * tested.dp)
+    lines += [f"  {'microbatches':<20} {microbatches(config) or 'unknown'} -> {of_step}"]
     lines += [f"  {name:<20} {own} -> {small}" for name, own, small in changed_rules(config, case.optim)]
-    lines += ["", f"{tested.world} ranks against one process, float64, 5 steps, 3 microbatches"]
+    several = f"{of_step} microbatch{'es' if of_step > 1 else ''}"
+    lines += ["", f"{tested.world} ranks against one process, float64, 5 steps, {several}"]
     lines.append(f"  {'':<28} {'difference':>12} {'of':>10} {'relative':>10}")
     for name, row in summary.items():
         mark = "ok" if row.passes else "FAILS"

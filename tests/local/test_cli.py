@@ -275,6 +275,8 @@ def test_verify_shows_options_and_the_real_vocabulary(capsys, started, monkeypat
         "schedule             1f1b -> 1f1b",
         "zero                 0 -> 0",
         "vocab_size           unknown -> 131",
+        "microbatches         unknown -> 3",
+        ", 5 steps, 3 microbatches",
     ):
         assert line in lines, lines
     assert "num_key_value_heads  4 ->" in lines and "head_dim             16 ->" in lines
@@ -287,14 +289,14 @@ def test_verify_keeps_the_optimizer_what_is_frozen_and_the_split(capsys, started
 
     asked = ["--pp", "4", "--cp", "4", "--layers-per-stage", "0,3,1,4", "--num-layers", "8", "--optimizer", "muon"]
     asked += ["--freeze", "embed.*", "layers.7.*", "--param-groups", "layers.0*norm.weight:wd_mult=0"]
-    asked += ["--exp-avg-dtype", "bfloat16"]
+    asked += ["--exp-avg-dtype", "bfloat16", "--micro-batch-size", "4", "--global-batch-size", "8"]
     assert run(["verify", *SMALL, *asked], capsys)[0] == 0
     case = scaled_case(found[-1])
     assert case.layout.layers_per_stage == (0, 2) and case.model.num_layers == 2
     assert case.optim.optimizer == "muon" and case.optim.param_groups == found[-1].optim.param_groups
     assert case.frozen == case.optim.freeze == ("embed.*",)  # there is no block 7
     lines = report(found[-1], case, [], {}, True)
-    for line in ("cp 4 -> 2", "optimizer muon -> muon", "freeze embed.*, layers.7.* -> embed.*",
+    for line in ("cp 4 -> 2", "microbatches 2 -> 2", "optimizer muon -> muon", "freeze embed.*, layers.7.* -> embed.*",
                  "exp_avg_dtype bfloat16 -> float32", "layers_per_stage (0, 3, 1, 4) -> (0, 2)"):  # fmt: skip
         assert line in [" ".join(text.split()) for text in lines], lines
     even = replace(found[-1], layout=replace(found[-1].layout, layers_per_stage=(2, 2, 2, 2)))
