@@ -15,7 +15,8 @@ The gradients are wired where the operation is (parallel/tensor.py), because a l
 its input gradient before it computes its weight gradient. Everything that can be waited for returns a `Pending`.
 
 gloo sums bfloat16 in bfloat16 and its reduce-scatter is slow; there, sums are built from an all-to-all and one
-addition in float32. NCCL's own collectives are used on GPUs.
+addition in float32. Its rings take a turn per rank, several milliseconds over four ranks or more: over more than two,
+what is small goes to everybody at once and is summed in rank order. NCCL's own collectives are used on GPUs.
 """
 
 from __future__ import annotations
@@ -31,6 +32,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from isotron.core.mesh import Group
+
+
+SMALL_BYTES = 2**18
 
 
 class Meter:
@@ -72,10 +76,25 @@ def _is_gloo(group: Group) -> bool:
     return dist.get_backend(group.handle) == "gloo"
 
 
+def _goes_at_once(x: Tensor, group: Group) -> bool:
+    """Whether everybody's copies are quicker than a ring."""
+    return group.size > 2 and x.nbytes <= SMALL_BYTES and _is_gloo(group)
+
+
+def _everyones(x: Tensor, group: Group) -> tuple[Any, Tensor]:
+    """A communication that brings [ranks, *x.shape]."""
+    copies = x.expand(group.size, *x.shape).contiguous()
+    received = torch.empty_like(copies)
+    return dist.all_to_all_single(received, copies, group=group.handle, async_op=True), received
+
+
 def start_all_reduce(x: Tensor, group: Group, op: str = "sum") -> Pending:
     """Sum or max of `x` over the group, in place. 16-bit sums on gloo are formed in float32."""
     if group.size == 1:
         return done(x)
+    if x.numel() > group.size and _goes_at_once(x, group):  # of fewer numbers a ring has few turns
+        work, parts = _everyones(x, group)
+        return Pending((work,), lambda: x.copy_(_sum_parts(parts) if op == "sum" else parts.amax(0)))
     reduce_op = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op]
     if x.dtype in (torch.bfloat16, torch.float16) and _is_gloo(group):
         wide = x.float()
@@ -97,6 +116,9 @@ def start_all_gather(x: Tensor, group: Group, dim: int) -> Pending:
     """Concatenation of every rank's equal-shaped `x` along `dim`."""
     if group.size == 1:
         return done(x)
+    if _goes_at_once(x, group):
+        work, parts = _everyones(x, group)
+        return Pending((work,), lambda: parts.movedim(0, dim).flatten(dim, dim + 1))
     out = x.new_empty((group.size, *x.shape))
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     work = gather(out.view(group.size * x.shape[0], *x.shape[1:]), x.contiguous(), group.handle, async_op=True)
@@ -110,7 +132,8 @@ def all_gather(x: Tensor, group: Group, dim: int) -> Tensor:
 
 def _sum_parts(parts: Tensor) -> Tensor:
     """Sum over dimension 0 in rank order, in float32 for 16-bit types."""
-    wide = torch.promote_types(parts.dtype, torch.float32)
+    kind = parts.dtype
+    wide = torch.promote_types(kind, torch.float32) if kind.is_floating_point else kind
     total, own = parts[0].to(wide), parts.dtype != wide  # whether it is no view of what was received
     for part in parts[1:]:
         total, own = (total.add_(part) if own else total + part), True
