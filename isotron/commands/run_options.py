@@ -23,13 +23,17 @@ JSON = {"json": Option("json", "bool", False, "print the result as JSON")}
 
 @dataclass(frozen=True)
 class Prepared:
-    """A run that can start: its finished config, where values came from, lines to print, the checkpoint to resume."""
+    """A run that can start: its finished config, where values came from, lines to print, the checkpoint to resume.
+
+    `sought`: lines about how it was found, where the ranks look again and say so themselves.
+    """
 
     config: RunConfig
     provenance: Mapping[str, str]
     notes: tuple[str, ...]
     flags: Mapping[str, Any]
     resumed: Found
+    sought: tuple[str, ...] = ()
 
 
 def prepare(words: Sequence[str], extra: Mapping[str, Option], skip: Collection[str] = ()) -> Prepared:
@@ -66,11 +70,13 @@ def prepare(words: Sequence[str], extra: Mapping[str, Option], skip: Collection[
     if problems:
         raise Refused(problems)
     finished, chosen = within_budget(finish(config, size, devices, vocab))
-    notes = (*loaded.notes, *said, *_changes(config, finished), *chosen)
+    again = bool(found.path) and not place
+    notes = (*loaded.notes, *(() if again else said), *_changes(config, finished), *chosen)
     origins = {**loaded.provenance, **_derived(config, finished)}
     if loaded.config.checkpoint.load and not found.path and not _may_be_near(loaded):
         origins["load"] = f"{origins['load']}, which holds no checkpoint yet"
-    return Prepared(finished, origins, notes, {k: g.value for k, g in loaded.flags.items()}, found)
+    flags = {k: g.value for k, g in loaded.flags.items()}
+    return Prepared(finished, origins, notes, flags, found, tuple(said) if again else ())
 
 
 def _places(loaded: Loaded) -> tuple[str, str]:

@@ -41,8 +41,9 @@ def run(words: Sequence[str]) -> int:
     if problems:
         raise Refused(problems)
     world = from_environment()
+    starts = not {"print_config", "build_index"} & {name for name, value in prepared.flags.items() if value}
     if world is None or world.rank == 0:
-        for note in prepared.notes:
+        for note in prepared.notes if starts else (*prepared.sought, *prepared.notes):
             print(f"note: {note}", file=sys.stderr)
         for text in advice(prepared.config, device_count(prepared.config.train.device), world):
             print(f"warning: {text}", file=sys.stderr)

@@ -32,7 +32,7 @@ def run(words: Sequence[str]) -> int:
     from isotron.train.selfcheck import main
 
     prepared = prepare([*words, "--device", "cpu"], OWN, UNUSED)
-    for note in prepared.notes:
+    for note in (*prepared.sought, *prepared.notes):
         print(f"note: {note}", file=sys.stderr)
     flags = prepared.flags
     config = _with_vocabulary(changed(prepared.config, device="cpu"))

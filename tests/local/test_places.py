@@ -117,3 +117,16 @@ def test_a_disk_that_no_save_would_fit_on_is_refused_at_the_start(
     assert main([*TINY, "--run-dir", str(tmp_path)]) == 2
     said = capsys.readouterr()
     assert "are free" in said.err and "iteration" not in said.out
+
+
+def test_a_damaged_step_is_passed_over_and_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    home = str(tmp_path)
+    assert main([*TINY, "--save", home, "--save-interval", "1"]) == 0
+    os.truncate(tmp_path / "step_00000002" / "rank_00000.safetensors", 100)
+    capsys.readouterr()
+    assert main([*TINY, "--save", home, "--load", home, "--print-config"]) == 0
+    assert capsys.readouterr().err.count("is not complete, looking for another") == 1
+    assert main([*TINY, "--save", home, "--load", home]) == 0
+    said = "".join(capsys.readouterr())
+    assert said.count("is not complete, looking for another") == said.count("newest complete checkpoint") == 1
+    assert "at step 1," in said
