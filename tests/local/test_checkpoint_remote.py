@@ -11,7 +11,7 @@ import fsspec
 import pytest
 
 from isotron import cli
-from isotron.core.checkpoint.remote import fetch, is_remote, push
+from isotron.core.checkpoint.remote import fetch, is_remote, push, try_remote
 from isotron.core.errors import Refused
 from tests.local.test_checkpoint import load_all, same, save_one, values
 
@@ -91,6 +91,16 @@ def test_a_torn_copy_is_never_taken(tmp_path: Path, storage: Any, monkeypatch: p
         fetch(URL, tmp_path / "cache", said.append)
 
 
+def test_a_place_is_tried_before_it_is_needed(tmp_path: Path, storage: Any) -> None:
+    for address in (URL, f"file://{tmp_path}/new/run"):
+        try_remote(address)
+    assert storage.ls("/bucket/run") == [] and list((tmp_path / "new" / "run").iterdir()) == []
+    (tmp_path / "file").touch()
+    for address, case in (("memory://", "names no bucket"), (f"file://{tmp_path}/file/run", "can be written there")):
+        with pytest.raises(Refused, match=case):
+            try_remote(address)
+
+
 def test_an_address_without_its_package_is_refused(tmp_path: Path) -> None:
     with pytest.raises(Refused, match="this address cannot be opened"):
         fetch("nosuch://bucket/run", tmp_path, print)
@@ -141,6 +151,10 @@ def test_an_s3_server_keeps_and_gives_back_a_run(
     found = fetch(bucket, tmp_path / "cache", print)
     assert found is not None and found.name == "step_00000003" and same(load_all(found), saved)
     store = fsspec.filesystem("s3")
+    try_remote(bucket)
+    with pytest.raises(Refused, match=r"(?i)nothing can be written there: .*bucket does not exist"):
+        try_remote("s3://chekpoints/run")
+    assert store.ls("") == ["checkpoints"]  # a mistyped bucket is not made
     assert sorted(p.rpartition("/")[2] for p in store.ls(bucket)) == ["latest", "step_00000002", "step_00000003"]
     store.pipe_file(f"{bucket}/step_00000003/rank_00000.safetensors", b"torn")
     said: list[str] = []

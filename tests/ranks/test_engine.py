@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from argparse import Namespace
 from collections.abc import Callable
@@ -15,6 +16,9 @@ import torch.nn as nn
 from torch import Tensor
 
 import isotron
+from isotron import cli
+from isotron.core.checkpoint.ranks import SingleRank
+from isotron.core.checkpoint.save import save_checkpoint
 from isotron.core.engine.shard import shard
 from isotron.core.errors import Refused
 from tests.ranks import engine_bodies as bodies
@@ -277,6 +281,27 @@ def test_tags_and_the_latest_checkpoint(tmp_path: Path, caplog: pytest.LogCaptur
         engine.save_checkpoint(tmp_path, exclude_frozen_parameters=True)
     with pytest.raises(Refused, match="without a tag a checkpoint is a step"):
         engine.save_checkpoint(tmp_path, save_latest=False)
+
+
+def test_what_an_engine_cannot_load_is_said_with_what_can(tmp_path: Path) -> None:
+    engine, *_ = isotron.initialize(bodies.net(), bodies.config())
+    saved = engine.save_checkpoint(tmp_path / "saved")
+    other, *_ = isotron.initialize(nn.Sequential(nn.Linear(3, 5)), bodies.config())
+    wider = bodies.net()
+    name, first = next((n, p) for n, p in wider.named_parameters() if p.dim() == 2)
+    first.data = torch.zeros(first.shape[0] + 1, first.shape[1])
+    larger, *_ = isotron.initialize(wider, bodies.config())
+    for broken, case in ((other, "the checkpoint lacks 2 of them: 0.bias, 0.weight"), (larger, f"{name} has shape")):
+        with pytest.raises(Refused, match=re.escape(case)) as refused:
+            broken.load_checkpoint(tmp_path / "saved")
+        assert refused.value.problems[0].fix.startswith("the module that was saved there; isotron inspect")
+    assert cli.main(["inspect", str(saved)]) == 0  # what the advice says
+    for meta, case, fix in (({"config": {}}, "isotron train has saved it", "isotron train --load"),
+                            ({}, "no engine has saved it", "save_checkpoint")):  # fmt: skip
+        save_checkpoint(tmp_path / "other", 1, [], meta, SingleRank())
+        with pytest.raises(Refused, match=case) as refused:
+            engine.load_checkpoint(tmp_path / "other")
+        assert fix in refused.value.problems[0].fix
 
 
 def test_optimizers_that_are_not_known_are_refused() -> None:

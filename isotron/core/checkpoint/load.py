@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -149,12 +149,14 @@ def load_tensors(
     strict: bool = True,
     ignore: Callable[[str], bool] | None = None,
     known: Iterable[str] = (),
+    advice: str = "",
 ) -> Loaded:
     """Fill all wanted regions; every name or shape that does not match is reported in one refusal, before any copy.
 
     Tensors of the source that nobody wants are unexpected, unless `ignore(name)` or the name is in `known`, the names
     of the whole model where this rank wants only its part. Not `strict`: what is missing or unexpected is returned
-    instead of refused, and missing tensors keep their values; shapes must match all the same.
+    instead of refused, and missing tensors keep their values; shapes must match all the same. `advice`: what to do
+    where names or shapes do not match, for models that are no config's.
     """
     wanted = list(wanted)
     present, asked_for = set(source.names()), {w.name for w in wanted}
@@ -165,7 +167,7 @@ def load_tensors(
     if strict:
         problems = _name_problems(missing, unexpected) + problems
     if problems:
-        raise Refused(problems)
+        raise Refused([replace(p, fix=advice or p.fix) for p in problems])
     for want in wanted:
         if want.name in present:
             for box, out in want.pieces:

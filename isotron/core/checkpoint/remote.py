@@ -18,6 +18,9 @@ from isotron.core.checkpoint.format import MANIFEST, read_manifest
 from isotron.core.checkpoint.locate import LATEST, STEP, verify_files
 from isotron.core.errors import Problem, Refused, refuse
 
+# there an object needs no directory, and making one would make the bucket of a mistyped address
+_BUCKETS = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss"}
+
 
 def is_remote(path: str) -> bool:
     """Whether this is an address rather than a path."""
@@ -36,12 +39,21 @@ def _opened(url: str) -> tuple[Any, str]:
     return system, str(root).rstrip("/")
 
 
+def _make_room(system: Any, path: str) -> None:
+    """The directory of a file to come, where storage has directories."""
+    kinds = {system.protocol} if isinstance(system.protocol, str) else set(system.protocol)
+    if not kinds & _BUCKETS:
+        system.makedirs(path, exist_ok=True)
+
+
 def try_remote(url: str) -> None:
     """Write a small object to `url` and remove it; refuses an address that takes none, before it is needed."""
     system, root = _opened(url)
+    if not root.strip("/"):
+        raise refuse(f"--remote-save {url}", "it names no bucket or directory", "--remote-save s3://bucket/run")
     name = f"{root}/.try-{os.urandom(8).hex()}"
     try:
-        system.makedirs(root, exist_ok=True)
+        _make_room(system, root)
         system.pipe_file(name, b"0")
         system.rm(name)
     except Exception as error:  # every storage has errors of its own
@@ -60,7 +72,7 @@ def push(step_dir: Path, url: str, keep_last: int = 0, keep_every: int = 0) -> s
         system.rm(target, recursive=True)
     for name in [*sorted(read_manifest(step_dir).files), MANIFEST]:
         file = step_dir / name
-        system.makedirs(f"{target}/{name}".rpartition("/")[0], exist_ok=True)
+        _make_room(system, f"{target}/{name}".rpartition("/")[0])
         system.put_file(str(file), f"{target}/{name}")
         size = system.info(f"{target}/{name}")["size"]
         if size != file.stat().st_size:

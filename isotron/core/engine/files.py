@@ -145,12 +145,13 @@ def load(engine: Saving, folder: Path, tag: str | int | None, parts: Parts) -> t
         source = Source(found)
         state = source.manifest.meta.get("engine")
         if not isinstance(state, dict):
-            raise refuse(f"load_checkpoint({str(found)!r})", "no engine has saved it", "a checkpoint of an engine")
+            raise _not_of_an_engine(found, source)
         views = engine.held.kept_views()
         wanted = [Wanted(v.placed.name, list(v.pieces(v.weight, owned=False)), v.placed.rule.shape) for v in views]
         buffers = engine.module.named_buffers()
         wanted += [Wanted(BUFFER + name, [(whole(t.shape), t)], tuple(t.shape)) for name, t in buffers]
-        load_tensors(source, wanted, ignore=lambda name: True)
+        advice = f"the module that was saved there; isotron inspect {found} lists its tensors and their shapes"
+        load_tensors(source, wanted, ignore=lambda name: True, advice=advice)
         load_slots(engine.state, source, "" if parts.moments else "master/")
         source.close()
         return state
@@ -158,6 +159,15 @@ def load(engine: Saving, folder: Path, tag: str | int | None, parts: Parts) -> t
     state, _ = together(ranks, f"load from {found}", read)
     _take(engine, state, parts)
     return str(found), dict(state["client"])
+
+
+def _not_of_an_engine(found: Path, source: Source) -> Refused:
+    """What there is to do with a checkpoint that something else has saved."""
+    asked = f"load_checkpoint({str(found)!r})"
+    if "config" not in source.manifest.meta:
+        return refuse(asked, "no engine has saved it", "a directory that save_checkpoint of an engine wrote to")
+    fix = f"isotron train --load {found} goes on; isotron convert {found} DIR --to hf makes a model for transformers"
+    return refuse(asked, "isotron train has saved it, with the names of its own models and optimizer", fix)
 
 
 def _take(engine: Saving, state: Mapping[str, Any], parts: Parts) -> None:
