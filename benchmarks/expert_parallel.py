@@ -3,7 +3,8 @@
     python benchmarks/expert_parallel.py [--rounds 5] [--tokens 2048]
 
 8 experts, 2 per token, hidden 512, FFN 1408. `held`: every rank holds all experts and sends nothing.
-`alltoall`, `allgather`: each rank holds half of them. Seconds are the best round of the slower rank; `waited` is what
+`alltoall`, `allgather`: each rank holds half of them; `halves`: half of the tokens are sent (alltoall) while the other
+half is computed. Seconds are the best round of the slower rank; `waited` is what
 of it was spent waiting for the other rank, and the bytes are what one rank sends.
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -36,6 +38,7 @@ def rounds(kind: str, tokens: int, count: int) -> tuple[float, float]:
     torch.manual_seed(1)
     ep = 1 if kind == "held" else 2
     layout = Layout(dp=2, ep=ep, moe_token_dispatcher_type="allgather" if kind == "allgather" else "alltoall")
+    layout = replace(layout, overlap_moe_expert_parallel_comm=kind == "halves")
     cfg = MixtralConfig(1, HIDDEN, 8, 8, ffn_hidden_size=FFN, num_experts=EXPERTS, moe_router_topk=TOPK)
     block = MoE(cfg, HIDDEN, "layers.0")
     block.experts = Experts(EXPERTS // ep, HIDDEN, FFN)
@@ -63,7 +66,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=2048)
     given = parser.parse_args()
     rows = given.tokens * HIDDEN * 4
-    sent = {"held": 0, "alltoall": 4 * rows * TOPK // 2, "allgather": 4 * rows}
+    sent = {"held": 0, "alltoall": 4 * rows * TOPK // 2, "halves": 4 * rows * TOPK // 2, "allgather": 4 * rows}
     for kind in sent:
         seconds, waited = max(run_ranks(2, rounds, kind, given.tokens, given.rounds, timeout=240))
         print(f"{kind:10} {seconds * 1e3:7.1f} ms   waited {waited * 1e3:6.1f} ms   {sent[kind] / 1e6:6.1f} MB sent")

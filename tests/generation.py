@@ -45,7 +45,7 @@ MODELS = {
         64,
         num_experts=4,
         moe_router_topk=2,
-        mtp_num_layers=1,
+        mtp_num_layers=2,
         q_lora_rank=12,
         kv_lora_rank=8,
         qk_head_dim=8,
@@ -88,7 +88,7 @@ def several(name: str, layout: dict[str, int]) -> list[Generated]:
 def guessed(layout: dict[str, int], speculate: str = "mtp") -> tuple[list[list[int]], list[list[int]], int]:
     """Greedy and drawn tokens of a model that guesses with its own modules, and how many guesses there were."""
     chunk = 5 if layout.get("cp", 1) == 1 else 120  # of context-parallel ranks' longer prompts, each has a part
-    engine = make_engine("mtp", config=EngineConfig(page=4, chunk=chunk, speculate=speculate, lookahead=2), **layout)
+    engine = make_engine("mtp", config=EngineConfig(page=4, chunk=chunk, speculate=speculate, lookahead=3), **layout)
     prompts = [*PROMPTS, [(7 * i * i) % 131 for i in range(1, 20)]]
     greedy = engine.generate(prompts, 12, stop_ids=()).tokens
     return greedy, engine.generate(prompts, 12, temperature=1.0, seed=7, stop_ids=()).tokens, engine.guessed

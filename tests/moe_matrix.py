@@ -56,7 +56,7 @@ AXES = {
     "microbatch": (1, 2),
     "recompute": ("none", "selective", "full"),
     "zero": (0, 1, 2, 3),
-    "dispatcher": ("alltoall", "allgather"),
+    "dispatcher": ("alltoall", "allgather", "halves"),  # halves: of a microbatch, each sent by alltoall
 }
 PLAIN: Choice = {
     "layout": "1",
@@ -75,7 +75,8 @@ def case_of(choice: Choice, steps: int = 2) -> Case:
         **sizes,
         recompute=choice["recompute"],
         zero=choice["zero"],
-        moe_token_dispatcher_type=choice["dispatcher"],
+        moe_token_dispatcher_type="allgather" if choice["dispatcher"] == "allgather" else "alltoall",
+        overlap_moe_expert_parallel_comm=choice["dispatcher"] == "halves",
         make_vocab_size_divisible_by=8,
         ddp_bucket_size=3000,
     )

@@ -104,10 +104,6 @@ REFUSED: dict[str, tuple[str, str]] = {
     "--use-pytorch-profiler": ("profiling is not built yet", "python -m cProfile on a run with --tp 1 --pp 1 --dp 1"),
     "--use-legacy-models": ("there is one implementation of each family", _OUT),
     "--find-optimal-num-workers": ("workers follow from the cores and the size of the input", "--workers 8"),
-    "--overlap-moe-expert-parallel-comm": (
-        "tokens are under way while the shared expert computes, and not while another microbatch does",
-        "--moe-shared-expert-overlap",
-    ),
     "--yaml-cfg": ("config files are TOML", "--config run.toml"),
 }
 

@@ -111,6 +111,14 @@ def _coefficient_idle(c: RunConfig, m: MoEConfig) -> bool:
     return m.moe_router_load_balancing_type in ("none", "sinkhorn") and m.moe_aux_loss_coeff != 0
 
 
+def _nothing_travels(c: RunConfig, f: Facts) -> bool:
+    layout = c.layout
+    together = layout.ep == 1 and layout.expert_tp in (1, layout.tp)
+    stay = _moe(c) is None or layout.moe_token_dispatcher_type == "allgather" or together
+    return layout.overlap_moe_expert_parallel_comm and stay
+
+
+_TRAVEL = "overlap_moe_expert_parallel_comm moe_token_dispatcher_type ep etp"
 _SINKHORN = "moe_router_load_balancing_type moe_router_enable_expert_bias moe_router_num_groups"
 _CAPACITY = "moe_pad_expert_input_to_capacity moe_expert_capacity_factor"
 
@@ -129,6 +137,9 @@ EXPERT_RULES: tuple[Rule, ...] = (
     Rule("tp divides experts",
          ("tp", "etp", "moe_ffn_hidden_size", "ffn_hidden_size", "moe_shared_expert_intermediate_size"),
          _of(lambda c, m: m.expert_width % c.layout.expert_tp != 0 or m.shared_width % c.layout.tp != 0), _width),
+    Rule("halves that travel", (*_TRAVEL.split(), "tp"), _nothing_travels,
+         _problem(_TRAVEL, "--ep 2 --moe-token-dispatcher-type alltoall, or --no-overlap-moe-expert-parallel-comm",
+                  lambda c: "no token is sent to experts of other ranks, so no half could be under way")),
     Rule("padding needs a capacity", tuple(_CAPACITY.split()),
          _of(lambda c, m: m.moe_pad_expert_input_to_capacity and not m.moe_expert_capacity_factor),
          _problem(_CAPACITY, "--moe-expert-capacity-factor 1.25", lambda c: "without a capacity there is no size")),

@@ -28,13 +28,14 @@ from isotron.core.parallel.model import ParallelModel
 from isotron.inference.checks import check_model, check_request
 from isotron.inference.config import Ending, EngineConfig, Sampling, Wish
 from isotron.inference.grammar import Grammar, Grammars
+from isotron.inference.heads import FromHeads
 from isotron.inference.pages import Pages
 from isotron.inference.plan import Span
 from isotron.inference.row import Row
 from isotron.inference.runner import Runner
 from isotron.inference.sampling import NOT_A_TOKEN, Draw, choose, likeliest, own_logprobs
 from isotron.inference.scheduler import Scheduler, Work
-from isotron.inference.speculate import FromDraft, FromHeads, FromText, Guesser, accepted
+from isotron.inference.speculate import FromDraft, FromText, Guesser, accepted
 from isotron.inference.text import Text
 from isotron.tokenizers.base import Tokenizer
 

@@ -119,12 +119,12 @@ class Runner:
 
     @torch.inference_mode()
     def predict(
-        self, spans: Sequence[Span], given: Sequence[Tensor | None]
+        self, spans: Sequence[Span], given: Sequence[Tensor | None], depth: int = 0
     ) -> tuple[Tensor | None, list[Tensor | None]]:
-        """What the first module for tokens further ahead gives at the last place of each span: logits [O, V], and its
-        outputs [1, D]; on the ranks of the last stage, elsewhere nothing.
+        """What module `depth` for tokens further ahead gives: logits [O, V] at the last place of each span, and outputs
+        [T, D] at all of them; on the ranks of the last stage, elsewhere nothing.
 
-        `given`: outputs [T, D] of the model, or of the module, at the places of each span.
+        `given`: outputs [T, D] of the model, or of a module, at the places of each span.
         """
         if self.cache is None:
             raise RuntimeError("passes are run inside Runner.opened")
@@ -137,12 +137,12 @@ class Runner:
         x_of = {id(s): x for s, x in zip(spans, given, strict=True)}
         x_T1D = torch.cat([x for s in now.spans for x in [x_of[id(s)]] if x is not None])[:, None]
         context = self.turns(batch, x_T1D.dtype)
-        x_T1D = self.module.mtp[0](self.module.mtp_embed(batch.tokens), x_T1D, context)
+        x_T1D = self.module.mtp[depth](self.module.mtp_embed(batch.tokens), x_T1D, context)
         self.cache.now = None
         asked = {id(s): 1 for s in spans}
         x_O1D = x_T1D[_asked_tokens(now, asked)]
         logits = self.whole_vocabulary(self.module.head.logits(x_O1D)[:, 0])
-        outputs = dict(zip(map(id, now.spans), x_O1D.unbind(0), strict=True))
+        outputs = dict(zip(map(id, now.spans), x_T1D[:, 0].split([s.count for s in now.spans]), strict=True))
         return _in_given_order(logits, spans, now, asked), [outputs[id(s)] for s in spans]
 
     def tell(self, values: Tensor) -> Tensor:

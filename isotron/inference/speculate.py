@@ -5,8 +5,8 @@ anyway: by the draw that belongs to (seed, request, position). A guess is right 
 first wrong one is replaced and the rest dropped. So every token is that of plain generation, drawn or not, and a guess
 x is accepted with exactly the probability p(x) that the model gives it. A draft model draws with the same numbers as
 the model, so that the two agree wherever their distributions put the same token there.
-Sources: Leviathan et al. 2023 (checking guesses in one pass); Saxena 2023 (guesses from earlier text); DeepSeek-AI
-2024b, section 5.4.3 (guesses of the module for the token after the next).
+Sources: Leviathan et al. 2023 (checking guesses in one pass); Saxena 2023 (guesses from earlier text). Guesses of a
+model's own modules are in `heads.py`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from isotron.inference.plan import Span
@@ -114,64 +113,6 @@ class FromDraft:
         tokens = row.tokens + row.guesses
         begins = self.runner.stretch_begins
         return Span(tokens, row.table, row.drafted, len(tokens) - row.drafted, bool(begins) and len(tokens) > begins)
-
-
-class FromHeads:
-    """The tokens that the model's own module for the token after the next would choose, from the outputs of its last
-    pass; every further guess is the same module's, of its own output.
-
-    It keeps keys and values in the model's pages. Where a beginning came from another row's pages, its last token saw
-    another successor there: that can cost a guess, and nothing else.
-    """
-
-    def __init__(self, runner: Runner, decide: Decide, stretch: int) -> None:
-        self.runner, self.decide, self.stretch = runner, decide, stretch
-        self.seen: dict[Row, list[tuple[int, Tensor]]] = {}
-        runner.keeps_outputs = True
-
-    def saw(self, rows: Sequence[Row], spans: Sequence[Span]) -> None:
-        """Keep what the model gave, until the row answers."""
-        for row, span in zip(rows, spans, strict=True):
-            row.drafted = span.end
-        if self.runner.outputs is None:  # a stage before the last
-            return
-        self.seen = {row: parts for row, parts in self.seen.items() if not row.reason}
-        where = {id(span): part for span, part in zip(*self.runner.outputs, strict=True)}
-        for row, span in zip(rows, spans, strict=True):
-            parts = self.seen.get(row, [])
-            follows = bool(parts) and parts[-1][0] + len(parts[-1][1]) == span.start
-            self.seen[row] = [*(parts if follows else []), (span.start, where[id(span)])]
-
-    def guess(self, rows: Sequence[Row], most: int) -> None:
-        """One pass of the module per guess, for all rows together."""
-        going: list[tuple[Row, int]] = []
-        for row in rows:
-            row.guesses = []
-            count = room(row, most, self.stretch) if row.drafted >= row.held > 0 else 0
-            going += [(row, count)] if count else []
-        inputs = [self._input(row) for row, _ in going]
-        while going:
-            logits, outputs = self.runner.predict([span for span, _ in inputs], [x for _, x in inputs])
-            tokens = self.decide(logits, [(row, row.tokens + row.guesses) for row, _ in going])
-            for (row, _), token in zip(going, tokens, strict=True):
-                row.guesses += [token] if token >= 0 else []
-            left = [i for i, (r, n) in enumerate(going) if tokens[i] >= 0 and len(r.guesses) < n]
-            inputs = [(self._span(going[i][0], going[i][0].held + len(going[i][0].guesses) - 1, 1), outputs[i])
-                      for i in left]  # fmt: skip
-            going = [going[i] for i in left]
-
-    def _input(self, row: Row) -> tuple[Span, Tensor | None]:
-        """The places that the module has not seen, and the model's outputs there; those of wrong guesses are cut."""
-        parts = self.seen.pop(row, [])
-        first = parts[0][0] if parts else row.held - 1
-        kept = [x[: max(0, row.held - start)] for start, x in parts]
-        return self._span(row, first, row.held - first), torch.cat(kept) if kept else None
-
-    def _span(self, row: Row, start: int, count: int) -> Span:
-        """Places `start` on, each with the token after it."""
-        begins = self.runner.stretch_begins
-        tokens = (row.tokens + row.guesses)[1:]
-        return Span(tokens, row.table, start, count, bool(begins) and len(row.tokens) > begins)
 
 
 def accepted(guesses: Sequence[int], chosen: Sequence[int]) -> int:

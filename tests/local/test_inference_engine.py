@@ -83,11 +83,11 @@ def test_guesses_change_no_token(kind, sampling):
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0, seed=4)])
 def test_the_models_own_modules_guess(sampling):
-    """Tokens as without; the first guess of every step is what the module chooses in the training forward."""
+    """Tokens as without; the first guesses of every step are what the modules choose in the training forward."""
     prompts, wish = [[1, 2, 3, 4, 1, 2, 3, 4, 1, 2, 11, 12], [7, 7, 7], [9]], Wish(sampling, Ending(20))
     plain = make_engine("mtp").answer(prompts, wish)
-    engine = make_engine("mtp", config=EngineConfig(page=4, chunk=5, speculate="mtp", lookahead=2))
-    first: dict[tuple[int, ...], int] = {}
+    engine = make_engine("mtp", config=EngineConfig(page=4, chunk=5, speculate="mtp", lookahead=3))
+    made: dict[tuple[int, ...], list[int]] = {}
     with engine.opened(400):
         rows = [engine.add(p, wish, i)[0] for i, p in enumerate(prompts)]
         while not engine.idle:
@@ -96,29 +96,33 @@ def test_the_models_own_modules_guess(sampling):
 
             def watched(found, most, guess=guess):
                 guess(found, most)
-                first.update({tuple(r.tokens): r.guesses[0] for r in found if r.guesses})
+                made.update({tuple(r.tokens): list(r.guesses) for r in found if r.guesses})
 
             engine.guesser.guess = watched
             engine.step()
             engine.guesser.guess = guess
             assert all(row.tokens[: len(old)] == old for row, old in zip(rows, before, strict=True))
     assert [r.new for r in rows] == [answers[0].new for answers in plain]
-    assert engine.guessed > 20 and len(first) > 10
+    assert engine.guessed > 20 and len(made) > 10 and sum(len(guesses) == 3 for guesses in made.values()) > 8
     if sampling.temperature == 0:
-        assert all(further(list(tokens)) == token for tokens, token in first.items())
+        assert all(further(list(row), guesses) == guesses[:2] for row, guesses in made.items())
 
 
-def further(row: list[int]) -> int:
-    """The token after the next, by the training modules: from the output at the last place but one."""
-    model = make_model("mtp")
+def further(row: list[int], guesses: list[int]) -> list[int]:
+    """The tokens after the next by the training modules, each given the guess before: from the output at the last
+    place but one."""
+    model, found = make_model("mtp"), []
     (stage,) = model.stages.values()
-    module, tokens = stage.module.eval(), torch.tensor([row])
-    seen = tokens[:, :-1]
-    batch = Batch(seen, tokens[:, 1:], torch.ones(seen.shape), torch.arange(len(row) - 1)[None], torch.zeros(1).long())
+    module, tokens = stage.module.eval(), torch.tensor([row + guesses])
+    seen = tokens[:, : len(row) - 1]
+    batch = Batch(seen, seen, torch.ones(seen.shape), torch.arange(len(row) - 1)[None], torch.zeros(1).long())
     with torch.no_grad():
         x = module.norm(module.hidden(batch, {}))
-        x = module.mtp[0](module.mtp_embed(batch.labels), x, module._context(batch, x.dtype))
-        return int(module.head.logits(x)[0, -1, :131].argmax())
+        for k, depth in enumerate(list(module.mtp)[: len(guesses)], 1):
+            ids = tokens[:, k : k + len(row) - 1]
+            x = depth(module.mtp_embed(ids), x, module._context(batch, x.dtype))
+            found.append(int(module.head.logits(x)[0, -1, :131].argmax()))
+    return found
 
 
 def test_guesses_are_tried_as_long_as_they_pay():

@@ -16,6 +16,8 @@ from isotron.core.checkpoint.load import Source
 from isotron.core.checkpoint.save import Saved, save_checkpoint
 from isotron.core.checkpoint.weights import load_weights
 from isotron.core.mesh import AXES, Mesh
+from isotron.core.nn.grouped import Groups
+from isotron.core.nn.mlp import GatedMLP
 from isotron.core.parallel.model import ParallelModel
 from isotron.core.parallel.plan import Layout
 from isotron.hub.live import to_hf
@@ -95,3 +97,49 @@ def moved_bytes(config: Any, layout: dict[str, Any]) -> list[tuple[str, int]]:
         batches = microbatches(case, 0, model.mesh.group("dp"))
         model.forward_backward(batches[:1], 1.0)
     return calls
+
+
+class _Watched:
+    """A transfer that notes when it is waited for."""
+
+    def __init__(self, pending: comm.Pending, end: str, events: list[str]) -> None:
+        self.pending, self.end, self.events = pending, end, events
+
+    def wait(self) -> Tensor:
+        self.events.append(self.end)
+        return self.pending.wait()
+
+
+def order_of_work(config: Any, layout: dict[str, Any]) -> list[str]:
+    """What the only block of a model does in a forward and backward: "0+" a transfer sets out, "0-" it is waited for,
+    "experts" and "shared" compute."""
+    model, events = build(config, layout), []
+    group = model.mesh.group("etp", "ep")
+    start, spans, shared = comm.start_all_to_all, Groups.spans, GatedMLP.forward
+
+    def start_and_note(flat: Tensor, sends: Any, receives: Any, of: Any) -> Any:
+        pending = start(flat, sends, receives, of)
+        if of is not group or flat.dim() != 2:
+            return pending
+        number = sum(event.endswith("+") for event in events)
+        events.append(f"{number}+")
+        return _Watched(pending, f"{number}-", events)
+
+    def compute(self: Groups, *widths: int, like: Tensor) -> Any:
+        events.append("experts")
+        return spans(self, *widths, like=like)
+
+    def compute_shared(self: GatedMLP, x: Tensor, *rest: Any) -> Tensor:
+        events.append("shared")
+        y = shared(self, x, *rest)
+        y.register_hook(lambda dy: events.append("shared"))
+        return y
+
+    with (
+        patch.object(comm, "start_all_to_all", start_and_note),
+        patch.object(Groups, "spans", compute),
+        patch.object(GatedMLP, "forward", compute_shared),
+    ):
+        case = Case(config, model.layout, sequence=16, global_batch=4)
+        model.forward_backward(microbatches(case, 0, model.mesh.group("dp"))[:1], 1.0)
+    return events

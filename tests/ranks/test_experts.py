@@ -11,7 +11,7 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.moe_matrix import MODELS, mixtral
-from tests.ranks.expert_bodies import generated, moved_bytes, saved_as_numbers, wrong_numbers
+from tests.ranks.expert_bodies import generated, moved_bytes, order_of_work, saved_as_numbers, wrong_numbers
 
 PLAIN = replace(mixtral(), num_layers=2)
 FOLDS = {"tp": 2, "pp": 2, "ep": 2, "etp": 1}
@@ -49,3 +49,29 @@ def test_each_token_is_sent_once_per_visit(ranks: Callable[..., list[Any]]) -> N
         found = ranks(2, moved_bytes, PLAIN, layout, timeout=120)
         assert all(len(calls) == 4 * PLAIN.num_layers for calls in found)
         assert sum(n for calls in found for _, n in calls) == 4 * visits
+
+
+def under_way(events: list[str]) -> list[int]:
+    """How many transfers are, whenever experts compute."""
+    counts = [sum(e.endswith("+") for e in events[:i]) - sum(e.endswith("-") for e in events[:i])
+              for i, event in enumerate(events) if event == "experts"]  # fmt: skip
+    return counts
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_one_half_travels_while_the_other_is_computed(ranks: Callable[..., list[Any]], recompute: str) -> None:
+    """The order of the work says so, in the forward and in the backward."""
+    config = replace(mixtral(moe_shared_expert_intermediate_size=16), num_layers=1)
+    layout = {"tp": 2, "ep": 2, "etp": 1, "recompute": recompute}
+    whole, halves = (
+        ranks(2, order_of_work, config, {**layout, "overlap_moe_expert_parallel_comm": on}, timeout=120)
+        for on in (False, True)
+    )
+    assert whole[0] == whole[1] and halves[0] == halves[1]
+    assert set(under_way(whole[0])) == {0} if recompute == "none" else {0, 1}
+    assert min(under_way(halves[0])) > 0
+    forward = "0+ 1+ shared 0- experts 2+ 1- experts 3+ shared 2- 3-"
+    backward = "4+ 5+ shared 4- experts 6+ 5- experts 7+ shared 6- 7-"
+    if recompute == "full":  # what nothing reads is not sent back a second time
+        backward = "4+ 5+ shared 6+ 7+ shared 6- experts 7- experts shared 4- experts 8+ 5- experts 9+ shared 8- 9-"
+    assert " ".join(halves[0]) == f"{forward} {backward}"

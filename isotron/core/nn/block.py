@@ -50,7 +50,7 @@ class PreNormBlock(nn.Module):
         """Around a second forward, which ends where nothing more is kept: what the MLP's last layer gives, of `shape`,
         is read by nothing, and the layer computes and communicates nothing.
         """
-        last = self.mlp.down if isinstance(self.mlp, (MLP, GatedMLP)) else None
+        last = self._last()
         if last is not None:
             last.unasked = shape
         try:
@@ -58,6 +58,10 @@ class PreNormBlock(nn.Module):
         finally:
             if last is not None:
                 last.unasked = None
+
+    def _last(self) -> Any:
+        """What need not compute what nothing reads."""
+        return self.mlp.down if isinstance(self.mlp, (MLP, GatedMLP)) else None
 
     def _mlp(self, x_BSD: Tensor, *context: Context) -> Tensor:
         """The MLP with its norm; `context` for one that sees the batch."""
@@ -196,6 +200,9 @@ class ExpertBlock(PreNormBlock):
         if self.recompute_mlp:
             return x + self.mlp_dropout(self._mlp(x, ctx), ids)
         return x + self.mlp_dropout(self.mlp(x, ctx, self.mlp_norm), ids)
+
+    def _last(self) -> Any:
+        return self.mlp
 
 
 def _narrow(x_BSD: Tensor, norm: nn.Module) -> Tensor:

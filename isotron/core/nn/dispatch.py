@@ -2,15 +2,17 @@
 
 Legend: B batch, S sequence, T = B*S tokens, K experts per token, E experts, N rows sorted by expert, D hidden.
 
-A dispatcher takes tokens with their routing and gives rows sorted by expert; `combine` brings the experts' rows back
-and adds up those of each token. `Local` is the one for experts that are all held here, whole or split by width over
-tensor-parallel ranks (then `enter` gathers what the ranks' tokens are and `leave` adds up the ranks' parts). Both
-directions are one pass over memory: rows are copied once, in order, and added once.
+A dispatcher takes tokens with their routing and gives rows sorted by expert; `send_back` sends the experts' rows home,
+where `combine` adds up those of each token. Tokens may come in several parts, each on its own way. `Local` is the one
+for experts that are all held here, whole or split by width over tensor-parallel ranks (then `enter` gathers what the
+ranks' tokens are and `leave` adds up the ranks' parts). Both directions are one pass over memory: rows are copied once,
+in order, and added once.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -35,6 +37,22 @@ class Routing:
     capacity: int = 0
 
 
+Tokens = tuple[Tensor, Routing]  # x_BSD and where each goes
+
+
+def halves(x_BSD: Tensor, routing: Routing) -> list[Tokens]:
+    """The tokens in two parts: by row, or the tokens of the only row; the second may be empty."""
+    dim = 0 if len(x_BSD) > 1 else 1
+    n = x_BSD.shape[dim]
+    both = (t.split([n - n // 2, n // 2], dim) for t in (x_BSD, routing.weights_BSK, routing.experts_BSK))
+    return [(x, replace(routing, weights_BSK=w, experts_BSK=e)) for x, w, e in zip(*both, strict=True)]
+
+
+def whole(parts: Sequence[Tensor], like_BSD: Tensor) -> Tensor:
+    """What became of each part, put together."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), 0 if len(like_BSD) > 1 else 1)
+
+
 @dataclass
 class Sent:
     """Tokens on their way: rows sorted by expert, their weights, rows per expert held here, and the way back."""
@@ -48,16 +66,20 @@ class Sent:
 class Dispatcher(Protocol):
     """What a block with experts needs."""
 
-    def dispatch(self, x_BSD: Tensor, routing: Routing) -> Sent:
-        """Tokens to where their experts are; they may still be under way."""
+    def dispatch(self, parts: Sequence[Tokens]) -> list[Sent]:
+        """The tokens of each part to where their experts are; they may still be under way."""
         ...
 
     def arrive(self, sent: Sent) -> Sent:
         """The same, arrived: rows sorted by expert."""
         ...
 
-    def combine(self, y_ND: Tensor, sent: Sent) -> Tensor:
-        """x_BSD: each token's rows added up, where the token came from."""
+    def send_back(self, y_ND: Tensor, sent: Sent) -> Sent:
+        """What the experts made of a part's rows to where its tokens came from; it may still be under way."""
+        ...
+
+    def combine(self, sent: Sent) -> Tensor:
+        """x_BSD: each token's rows added up."""
         ...
 
 
@@ -189,8 +211,11 @@ class Local:
     ) -> None:
         self.enter, self.leave, self.held, self.sequences = enter, leave, held, sequences
 
-    def dispatch(self, x_BSD: Tensor, routing: Routing) -> Sent:
+    def dispatch(self, parts: Sequence[Tokens]) -> list[Sent]:
         """Rows of all tokens that the ranks see together."""
+        return [self._gathered(*part) for part in parts]
+
+    def _gathered(self, x_BSD: Tensor, routing: Routing) -> Sent:
         x, weights, experts = (through(t, self.enter) for t in (x_BSD, routing.weights_BSK, routing.experts_BSK))
         k, slots = experts.shape[2], routing.capacity * len(x) * self.sequences
         number, drops = routing.num_experts, routing.drops
@@ -206,7 +231,11 @@ class Local:
         """Nothing is under way."""
         return sent
 
-    def combine(self, y_ND: Tensor, sent: Sent) -> Tensor:
+    def send_back(self, y_ND: Tensor, sent: Sent) -> Sent:
+        """Nothing is under way."""
+        return replace(sent, rows_ND=y_ND)
+
+    def combine(self, sent: Sent) -> Tensor:
         """x_BSD."""
         order, shape = sent.back
-        return through(collect(y_ND, order).view(shape), self.leave)
+        return through(collect(sent.rows_ND, order).view(shape), self.leave)

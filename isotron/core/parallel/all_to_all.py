@@ -6,7 +6,8 @@ with the rest. On the way: put in order by expert (one pass), sent, put in order
 pass). How many rows each rank gets is known after a gather of counts.
 
 A transfer is two operations in the graph, its start and its end, with nothing but a ticket between them: what runs
-between the two (the shared expert) does so while tokens are under way, in the forward and in the backward.
+between the two does so while tokens are under way, in the forward and, since a backward takes what is ready in the
+reverse order, in the backward. That is the shared expert, and with tokens in two parts the experts of the other part.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from isotron.core import comm
 from isotron.core.mesh import Group
-from isotron.core.nn.dispatch import Order, Routing, Sent, collect, rows_of_visits, sort_by_expert, spread
+from isotron.core.nn.dispatch import Order, Routing, Sent, Tokens, collect, rows_of_visits, sort_by_expert, spread
 
 
 @dataclass
@@ -108,16 +109,20 @@ class AllToAll:
     def __init__(self, group: Group, copies: int, held: range, sequences: int = 1) -> None:
         self.group, self.copies, self.held, self.sequences = group, copies, held, sequences
 
-    def dispatch(self, x_BSD: Tensor, routing: Routing) -> Sent:
-        """Rows and their weights set out."""
-        k = routing.experts_BSK.shape[2]
-        experts = routing.experts_BSK.reshape(-1, k)
-        home = sort_by_expert(experts, routing.num_experts, routing.drops)
-        everyone = comm.all_gather(home.counts_E[None], self.group, 0)
+    def dispatch(self, parts: Sequence[Tokens]) -> list[Sent]:
+        """Rows and their weights set out, once it is known how many there are of all parts."""
+        homes = [sort_by_expert(_visits(routing), routing.num_experts, routing.drops) for _, routing in parts]
+        counts_GPE = comm.all_gather(torch.stack([home.counts_E for home in homes])[None], self.group, 0)
+        return [
+            self._set_out(*part, home, counts_GPE[:, i])
+            for i, (part, home) in enumerate(zip(parts, homes, strict=True))
+        ]
+
+    def _set_out(self, x_BSD: Tensor, routing: Routing, home: Order, everyone: Tensor) -> Sent:
         ways = self.group.size // self.copies
         runs = everyone[self.group.index].view(ways, -1).sum(1).tolist()
         counts = everyone[:, self.held.start : self.held.stop]
-        home = copied(home, experts, runs, self.copies)
+        home = copied(home, _visits(routing), runs, self.copies)
         sends, receives = [n for n in runs for _ in range(self.copies)], counts.sum(1).tolist()
         flights = Flight(self.group, sends, receives), Flight(self.group, sends, receives)
         rows = depart(spread(x_BSD.reshape(-1, x_BSD.shape[2]), home), flights[0])
@@ -137,9 +142,18 @@ class AllToAll:
         rows, weights = land(sent.rows_ND, back.flight), land(sent.weights_N, back.weights)
         return replace(sent, rows_ND=spread(rows, back.here), weights_N=rows_of_visits(weights, back.here))
 
-    def combine(self, y_ND: Tensor, sent: Sent) -> Tensor:
-        """x_BSD."""
+    def send_back(self, y_ND: Tensor, sent: Sent) -> Sent:
+        """Results set out."""
         back: _Back = sent.back
         flight = Flight(self.group, back.flight.receives, back.flight.sends)
-        rows = land(depart(collect(y_ND, back.here), flight), flight)
-        return collect(rows, back.home).view(back.shape)
+        return replace(sent, rows_ND=depart(collect(y_ND, back.here), flight), back=replace(back, flight=flight))
+
+    def combine(self, sent: Sent) -> Tensor:
+        """x_BSD."""
+        back: _Back = sent.back
+        return collect(land(sent.rows_ND, back.flight), back.home).view(back.shape)
+
+
+def _visits(routing: Routing) -> Tensor:
+    """The experts of each token, [T, K]."""
+    return routing.experts_BSK.reshape(-1, routing.experts_BSK.shape[2])

@@ -94,6 +94,8 @@ def fill_experts(module: nn.Module, layout: Layout, mesh: Mesh) -> None:
     for layer in module.modules():
         if isinstance(layer, MoE):
             layer.dispatcher = dispatcher_of(layer.router.cfg.num_experts, layout, mesh)
+            if layout.overlap_moe_expert_parallel_comm:
+                layer.set_halves()
             layer.experts.first = mesh.coordinate["etp"] * (layer.experts.hidden // mesh.sizes["etp"])
         if isinstance(layer, Router) and everyone.size > 1:
             layer.sequence = SplitSequence(within, everyone)

@@ -98,6 +98,9 @@ class Layout:
         "how tokens meet experts of other ranks: alltoall sends each to the ranks of its experts, allgather all to all",
         choices=("alltoall", "allgather"),
     )
+    overlap_moe_expert_parallel_comm: bool = option(
+        False, "a block's experts compute one half of a microbatch while the tokens of the other are under way"
+    )
     attention_backend: str = option(
         "auto",
         "attention kernels: auto (flash where nothing hinders it), flash (torch's or the flash-attn package's), fused "

@@ -5,6 +5,7 @@ Legend: B batch, S sequence, T = B*S tokens, K experts per token, D hidden.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -12,7 +13,7 @@ from torch.nn.functional import pad
 
 from isotron.core import comm
 from isotron.core.mesh import Group
-from isotron.core.nn.dispatch import Dispatcher, Routing, Sent, through
+from isotron.core.nn.dispatch import Dispatcher, Routing, Sent, Tokens, through
 
 
 @dataclass(frozen=True)
@@ -49,8 +50,12 @@ class Shared:
     def __init__(self, inner: Dispatcher, group: Group) -> None:
         self.inner, self.group = inner, group
 
-    def dispatch(self, x_BSD: Tensor, routing: Routing) -> Sent:
+    def dispatch(self, parts: Sequence[Tokens]) -> list[Sent]:
         """The own share of the tokens."""
+        sent = self.inner.dispatch([self._share(*part) for part in parts])
+        return [replace(s, back=(s, x.shape)) for s, (x, _) in zip(sent, parts, strict=True)]
+
+    def _share(self, x_BSD: Tensor, routing: Routing) -> Tokens:
         b, s, d = x_BSD.shape
         short = -(b * s) % self.group.size
         cut = Cut(self.group)
@@ -65,8 +70,7 @@ class Shared:
             drops=routing.drops or short > 0,
             capacity=routing.capacity * b,
         )
-        sent = self.inner.dispatch(rows, share)
-        return replace(sent, back=(sent, x_BSD.shape))
+        return rows, share
 
     def arrive(self, sent: Sent) -> Sent:
         """The inner one's rows."""
@@ -74,8 +78,13 @@ class Shared:
         arrived = self.inner.arrive(inner)
         return replace(arrived, back=(arrived, shape))
 
-    def combine(self, y_ND: Tensor, sent: Sent) -> Tensor:
+    def send_back(self, y_ND: Tensor, sent: Sent) -> Sent:
+        """The inner one's rows."""
+        inner, shape = sent.back
+        return replace(sent, back=(self.inner.send_back(y_ND, inner), shape))
+
+    def combine(self, sent: Sent) -> Tensor:
         """x_BSD, whole on every rank."""
         inner, shape = sent.back
-        share = self.inner.combine(y_ND, inner)
+        share = self.inner.combine(inner)
         return through(share, Join(self.group))[:, : shape[0] * shape[1]].reshape(shape)
