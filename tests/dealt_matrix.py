@@ -44,7 +44,7 @@ AXES = {
     "rows": ("documents", "whole"),
     "comm": ("p2p", "allgather"),
     "recompute": ("none", "selective", "full"),
-    "experts": ("here", "dealt"),
+    "experts": ("here", "dealt", "halves"),  # halves: dealt, and a half of the tokens sent at a time
 }
 
 
@@ -52,7 +52,7 @@ def legal(choice: Choice) -> bool:
     """Rows fit the ranks; only experts are dealt."""
     ranks = 4 if choice["beside"] in ("DP4", "CP2xDP2") else 2
     dense = choice["model"] in ("dropout", "positions")
-    return choice["slots"] * ranks >= 16 and not (dense and choice["experts"] == "dealt")
+    return choice["slots"] * ranks >= 16 and not (dense and choice["experts"] != "here")
 
 
 def case_of(choice: Choice) -> Case:
@@ -64,7 +64,8 @@ def case_of(choice: Choice) -> Case:
         max_seqlen_per_dp_cp_rank=choice["slots"],
         cp_comm_type=(choice["comm"],),
         recompute=choice["recompute"],
-        ep=2 if choice["experts"] == "dealt" else 1,
-        etp=1 if choice["experts"] == "dealt" else 0,
+        ep=1 if choice["experts"] == "here" else 2,
+        etp=0 if choice["experts"] == "here" else 1,
+        overlap_moe_expert_parallel_comm=choice["experts"] == "halves",
     )
     return Case(MODELS[choice["model"]], layout, 16, 1, 4, steps=2, isolate=choice["rows"] == "documents")

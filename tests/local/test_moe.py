@@ -85,6 +85,26 @@ def test_experts_are_a_sum_over_a_tokens_choices(fields: dict[str, Any], recompu
         assert torch.allclose(a, b, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("shape", [(3, 5), (1, 7), (1, 1)])
+@pytest.mark.parametrize("padded", [False, True])
+def test_two_halves_are_the_whole(shape: tuple[int, int], padded: bool) -> None:
+    """Results, gradients and visits; of odd numbers of rows and of tokens, and of one token."""
+    cfg = config(moe_shared_expert_intermediate_size=8, moe_shared_expert_gate=True, moe_aux_loss_coeff=0.1,
+                 moe_expert_capacity_factor=0.5, moe_pad_expert_input_to_capacity=padded)  # fmt: skip
+    zeros, found = torch.zeros(shape, dtype=torch.long), []
+    for in_halves in (False, True):
+        layer, x = moe(cfg), torch.linspace(-1, 1, D * shape[0] * shape[1], dtype=torch.float64).sin()
+        if in_halves:
+            layer.set_halves()
+        x = x.view(*shape, D).requires_grad_()
+        ctx = Context(Batch(zeros, zeros, zeros.double(), zeros, zeros[:, 0]), terms={})
+        y = layer(x, ctx)
+        y.square().sum().backward()
+        found.append((y, x.grad, *(p.grad for p in layer.parameters()), *(term for term, _ in ctx.terms.values())))
+    for whole, halves in zip(*found, strict=True):
+        assert torch.allclose(whole.double(), halves.double(), rtol=1e-10, atol=1e-12)
+
+
 def test_gradients_of_experts_go_to_their_sinks_now_or_later() -> None:
     x, found = inputs(), []
     for later in (None, []):

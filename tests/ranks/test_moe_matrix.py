@@ -15,6 +15,7 @@ from tests.matrix import equals_one_process, faults, reference_of
 from tests.moe_matrix import AXES, MODELS, PLAIN, case_of, mixtral
 
 PAIRS = covering(AXES)
+HALVES: Any = {"overlap_moe_expert_parallel_comm": True}
 REST = [choice for choice in product_of(AXES) if choice not in PAIRS]
 
 
@@ -77,24 +78,26 @@ def test_the_batch_kind_depends_on_the_microbatch_and_on_nothing_else(ranks: Cal
 
 def test_context_parallel_ranks_share_sequences_and_experts(ranks: Callable[..., list[Any]]) -> None:
     case = replace(case_of(PLAIN), model=mixtral(moe_shared_expert_intermediate_size=16))
-    split = replace(case, layout=replace(case.layout, cp=2, tp=2, ep=4, etp=1, sequence_parallel=True))
+    split = replace(case, layout=replace(case.layout, cp=2, tp=2, ep=4, etp=1, sequence_parallel=True, **HALVES))
     assert faults(ranks(4, measure, split, timeout=120)[0], reference_of(case)) == []
 
 
 def test_sinkhorn_sees_whole_sequences(ranks: Callable[..., list[Any]]) -> None:
     model = mixtral(moe_router_load_balancing_type="sinkhorn", moe_aux_loss_coeff=0.0)
-    case = replace(case_of({**PLAIN, "recompute": "full"}), model=model)
-    split = replace(case, layout=replace(case.layout, tp=2, sequence_parallel=True, ep=2, etp=1))
+    case = replace(case_of({**PLAIN, "recompute": "selective"}), model=model)
+    cut = replace(case.layout, recompute_modules=("mlp",), tp=2, sequence_parallel=True, ep=2, etp=1, **HALVES)
+    split = replace(case, layout=cut)
     assert faults(ranks(2, measure, split, timeout=120)[0], reference_of(case)) == []
 
 
 def test_chunks_of_a_pipeline_send_their_tokens(ranks: Callable[..., list[Any]]) -> None:
     case = replace(case_of(PLAIN), micro_batch=1)
-    split = replace(case.layout, pp=2, vpp=2, dp=2, ep=2, layers_per_stage=(1, 1, 1, 0))
+    split = replace(case.layout, pp=2, vpp=2, dp=2, ep=2, layers_per_stage=(1, 1, 1, 0), **HALVES)
     assert faults(ranks(4, measure, replace(case, layout=split), timeout=120)[0], reference_of(case)) == []
 
 
-def test_shares_of_tokens_may_be_uneven(ranks: Callable[..., list[Any]]) -> None:
-    case = replace(case_of(PLAIN), sequence=15, micro_batch=1)
-    split = replace(case, layout=replace(case.layout, tp=2, ep=2, etp=1))
+@pytest.mark.parametrize("tokens", [1, 15])
+def test_shares_of_tokens_may_be_uneven_or_none(ranks: Callable[..., list[Any]], tokens: int) -> None:
+    case = replace(case_of(PLAIN), sequence=tokens, micro_batch=1)
+    split = replace(case, layout=replace(case.layout, tp=2, ep=2, etp=1, **HALVES))
     assert faults(ranks(2, measure, split, timeout=120)[0], reference_of(case)) == []
