@@ -34,6 +34,7 @@ OWN = {
 OWN |= JSON
 NAMES = ("load", "tp", "pp", "dp", "cp", "ep", "device", "dtype", "seq_length", "micro_batch_size")
 SHARED = {n: catalogue()[n] for n in NAMES}
+MOST = 10**15  # examples
 ROWS = 8  # of a microbatch, unless --micro-batch-size says otherwise
 
 
@@ -69,8 +70,8 @@ def _problems(values: dict[str, Any]) -> list[Problem]:
         ("evaluate without --task", bool(values["task"]), "it says what is measured", "--task lambada=PATH"),
         (f"--overlapping-eval {values['overlapping_eval']}", values["overlapping_eval"] >= 0,
          "windows begin so many tokens apart, or 0: they do not overlap", "--overlapping-eval 32"),
-        (f"--limit {values['limit']}", values["limit"] >= 0, "it is a number of examples, or 0: all of them",
-         "--limit 100"),
+        (f"--limit {values['limit']}", 0 <= values["limit"] <= MOST,
+         f"it is a number of examples, at most {MOST}, or 0: all of them", "--limit 100"),
         (f"--json-keys {' '.join(values['json_keys'])}", len(values["json_keys"]) == 1, "one text of a line is read",
          "--json-keys text"),
         (f"--micro-batch-size {values.get('micro_batch_size')}", values.get("micro_batch_size", 1) >= 1,

@@ -14,6 +14,7 @@ from isotron.config.argv import parse
 from isotron.config.catalogue import Option
 from isotron.core.errors import Problem, Refused
 from isotron.evaluate.files import texts
+from isotron.inference.config import EngineConfig
 
 OWN = {
     o.name: o
@@ -56,12 +57,11 @@ def _problems(values: dict[str, Any]) -> list[Problem]:
          "--input alone"),
         (f"--json-keys {' '.join(values['json_keys'])}", len(values["json_keys"]) == 1, "one text of a line is read",
          "--json-keys text"),
-        (f"--chunk {values['chunk']}", values["chunk"] >= 1, "a pass takes one token or more", "--chunk 512"),
-        (f"--page {values['page']}", values["page"] >= 1, "a page holds one token or more", "--page 64"),
         (f"--tolerance {values['tolerance']}", values["tolerance"] >= 0, "it is a difference in nats, or 0",
          "--tolerance 1e-5"),
     )  # fmt: skip
-    return [Problem(asked, case, fix) for asked, fine, case, fix in rules if not fine]
+    own = [Problem(asked, case, fix) for asked, fine, case, fix in rules if not fine]
+    return [*own, *EngineConfig(page=values["page"], chunk=values["chunk"]).problems()]
 
 
 def _texts(values: dict[str, Any]) -> list[str]:

@@ -21,10 +21,17 @@ def existing(task: str, path: str) -> Path:
     return found
 
 
+def a_file(task: str, path: Path) -> Path:
+    """The path, refused where it is a directory."""
+    if path.is_dir():
+        raise _wrong(task, path, 0, "it is a directory, and this task reads one file", f"the official file of {task}")
+    return path
+
+
 def text_of(task: str, path: Path) -> str:
     """A file of plain text."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = a_file(task, path).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise _wrong(task, path, 0, f"it is not UTF-8: {error}", "a text file") from error
     if not text.strip():
@@ -69,7 +76,7 @@ def table_rows(task: str, path: Path, columns: int) -> Iterator[tuple[int, list[
 def _lines(task: str, path: Path) -> Iterator[tuple[int, str]]:
     """(number, line) of a file in UTF-8."""
     number = 0
-    with path.open(encoding="utf-8") as stream:
+    with a_file(task, path).open(encoding="utf-8") as stream:
         try:
             for number, line in enumerate(stream, 1):
                 yield number, line

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from isotron.core.errors import Problem, Refused
 from isotron.inference.checks import check_request
-from isotron.inference.config import Wish
+from isotron.inference.config import MOST_BEAMS, MOST_PENALTY, Wish
 from isotron.inference.engine import Engine
 from isotron.inference.pages import Pages
 from isotron.inference.plan import Span
@@ -36,7 +36,10 @@ class Beams:
     def problems(self, wish: Wish) -> list[Problem]:
         """Every value that does not fit."""
         rules = (
-            (f"--num-beams {self.count}", self.count >= 1, "at least one beam is kept", "--num-beams 4"),
+            (f"--num-beams {self.count}", 1 <= self.count <= MOST_BEAMS,
+             f"at least one beam is kept, and at most {MOST_BEAMS}", "--num-beams 4"),
+            (f"--length-penalty {self.length_penalty}", abs(self.length_penalty) <= MOST_PENALTY,
+             f"scores are divided by length to this power, at most {MOST_PENALTY}", "--length-penalty 1"),
             (f"--n {wish.n} --num-beams {self.count}", wish.n <= self.count,
              "the n best answers are taken of the beams", f"--num-beams {wish.n}"),
             (f"--num-beams {self.count} --temperature {wish.sampling.temperature}", wish.sampling.temperature == 0,

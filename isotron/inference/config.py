@@ -8,6 +8,10 @@ from dataclasses import dataclass, field, replace
 from isotron.core.errors import Problem
 from isotron.core.parallel.plan import Layout
 
+# more would be a typing error that keeps the machine, or its memory, busy before anyone could say so
+MOST_ROWS, MOST_TOKENS, MOST_BEAMS = 2**16, 2**20, 1024
+MOST_PENALTY = 10  # beyond it the score of a long answer is no number
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -106,9 +110,12 @@ class EngineConfig:
         """Every value out of range."""
         kinds = ("auto", "none", "ngram", "draft", "mtp")
         rules = (
-            (f"--max-batch {self.rows}", self.rows >= 1, "at least one sequence is at work", "--max-batch 32"),
-            (f"--page {self.page}", self.page >= 1, "a page holds one token or more", "--page 64"),
-            (f"--chunk {self.chunk}", self.chunk >= 1, "a pass takes one token or more", "--chunk 512"),
+            (f"--max-batch {self.rows}", 1 <= self.rows <= MOST_ROWS,
+             f"at least one sequence is at work, and at most {MOST_ROWS}", "--max-batch 32"),
+            (f"--page {self.page}", 1 <= self.page <= MOST_ROWS,
+             f"a page holds one token or more, at most {MOST_ROWS}", "--page 64"),
+            (f"--chunk {self.chunk}", 1 <= self.chunk <= MOST_TOKENS,
+             f"a pass takes one token or more, at most {MOST_TOKENS}", "--chunk 512"),
             (f"--speculate {self.speculate}", self.speculate in kinds, f"it is one of {', '.join(kinds)}",
              "--speculate ngram"),
             (f"--lookahead {self.lookahead}", 0 <= self.lookahead <= 7,
@@ -140,7 +147,8 @@ class Wish:
     def problems(self) -> list[Problem]:
         """Every value out of range."""
         rules = (
-            (f"--n {self.n}", self.n >= 1, "at least one answer is asked for", "--n 1"),
+            (f"--n {self.n} --best-of {self.best_of}", self.n >= 1 and self.samples <= MOST_ROWS,
+             f"at least one answer is asked for, and at most {MOST_ROWS}", "--n 1 --best-of 0"),
             (f"--best-of {self.best_of} --n {self.n}", self.best_of == 0 or self.best_of >= self.n,
              "the best n are taken of best_of, so it cannot be smaller", f"--best-of {self.n}"),
             (f"--logprobs {self.tops}", 0 <= self.tops <= 20, "0 to 20 alternatives are reported", "--logprobs 5"),

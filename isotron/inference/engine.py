@@ -263,8 +263,8 @@ class Engine:
         with self.opened(self._enough(given, wish)):
             answers = [self.add(prompt, wish, first_request + i) for i, prompt in enumerate(given)]
             while not self.idle:
-                self.step()
-                refuse_errors(answers)
+                if any(row.reason == "error" for row in self.step()):
+                    refuse_errors(answers)
         return [best(rows, wish.n) for rows in answers]
 
     def _enough(self, prompts: Sequence[Sequence[int]], wish: Wish) -> int:

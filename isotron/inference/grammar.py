@@ -35,7 +35,7 @@ class Grammars:
     def make(self, kind: str, text: str) -> Grammar:
         """The grammar of one answer; refuses what the library cannot read."""
         matcher_type = self._library.LLMatcher
-        asked = f"--{kind.replace('_', '-')} {text[:60]}"
+        asked = f"--{kind.replace('_', '-')} {' '.join(text.split())[:60]}"
         make: dict[str, Callable[[], str]] = {
             "json_schema": lambda: matcher_type.grammar_from_json_schema(text),
             "json": lambda: matcher_type.grammar_from_json_schema('{"type": "object"}'),

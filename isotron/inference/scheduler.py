@@ -44,16 +44,19 @@ class Scheduler:
 
     def admit(self) -> None:
         """Take rows to work while there is room."""
-        for row in list(self.waiting):
+        admitted = []
+        for row in self.waiting:
             if len(self.running) >= self.config.rows:
-                return
+                break
             leader = row.leader
             if leader is not None and not leader.reason and leader.held < leader.prompt:
                 continue  # soon its prompt's pages are known
             if not self._enter(row):
-                return
-            self.waiting.remove(row)
+                break
+            admitted.append(row)
             self.running.append(row)
+        for row in admitted:
+            self.waiting.remove(row)
 
     def _enter(self, row: Row) -> bool:
         row.salt = int(self._long(row))

@@ -251,6 +251,9 @@ def test_a_file_that_is_not_the_task_s_is_refused_with_its_line(task, tmp_path):
     (tmp_path / "file.txt").write_text(text)
     with pytest.raises(Refused, match=f"(?s){case}"):
         evaluate(asked(task, tmp_path / "file.txt"), Oracle())
+    (tmp_path / "directory").mkdir()
+    with pytest.raises(Refused, match=r"it is a directory|it holds no \.txt file"):
+        evaluate(asked(task, tmp_path / "directory"), Oracle())
 
 
 def test_words_that_ask_for_tasks():
@@ -285,6 +288,7 @@ def test_the_command(tmp_path, capsys):
     said = capsys.readouterr().err
     assert said.count("asked:") == 4 and "32 positions" in said and "no such file" in said
     assert cli.main(["evaluate", "--load", str(step)]) == 2 and "without --task" in capsys.readouterr().err
+    assert cli.main([*words, "--limit", "9" * 23]) == 2 and "--limit 100" in capsys.readouterr().err
 
 
 def test_fine_tune_and_score(tmp_path, capsys):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from isotron.commands import generate as command
 from isotron.config.schema import changed, from_dict
 from isotron.core.checkpoint.load import Source
 from isotron.core.checkpoint.weights import global_names, load_weights
@@ -143,6 +144,31 @@ def test_refusals(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(Refused, match="no complete checkpoint"):
         generate.main(changed(config_of(step), load=str(tmp_path / "empty")), OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("words", "asked"),
+    [
+        ("--num-beams 0", "--num-beams 0"),
+        ("--num-beams 100000", "--num-beams 100000"),
+        ("--num-beams 2 --length-penalty 1e300", "--length-penalty 1e+300"),
+        ("--num-beams 2 --speculate ngram", "--num-beams 2 --speculate ngram"),
+        ("--n 1000000 --temperature 1", "--n 1000000 --best-of 0"),
+        ("--page 99999999999 --chunk 99999999999 --max-batch 99999999999", "--max-batch 99999999999"),
+        ("--json-schema {latin}", "--json-schema {latin}"),
+        ("--json-schema {directory}", "--json-schema {directory}"),
+    ],
+)
+def test_absurd_options_are_said_before_anything_is_loaded(words, asked, tmp_path):
+    (tmp_path / "latin.json").write_bytes(b'{"a": "\xff"}')
+    words, asked = (
+        text.replace("{latin}", f"{tmp_path}/latin.json").replace("{directory}", str(tmp_path))
+        for text in (words, asked)
+    )
+    with pytest.raises(Refused) as refused:
+        command.run(["--load", str(tmp_path / "nowhere"), "--prompt", "hi", *words.split()])
+    assert asked in [p.asked for p in refused.value.problems]
+    assert all(len(str(p).splitlines()) == 3 for p in refused.value.problems)
 
 
 def test_which_tokenizer(tmp_path):

@@ -307,9 +307,15 @@ def test_answers_follow_a_grammar():
     assert row.reason == "stop" and json.loads(engine.tokenizer.decode(row.new))["a"] <= 99
     ((row,),) = engine.answer([[65]], Wish(sampling, Ending(20), grammar=("regex", "[ab]{3}c")))
     assert re.fullmatch("[ab]{3}c", engine.tokenizer.decode(row.new)) and row.reason == "stop"
-    for grammar, why in ((("regex", "("), "unclosed group"), (("json_schema", '{"type": 3}'), "type must be a string")):
-        with pytest.raises(Refused, match=f"cannot be read: {why}(.|\n)*try:    --{grammar[0].replace('_', '-')}"):
+    for grammar, why in (
+        (("regex", "("), "unclosed group"),
+        (("json_schema", '{"type":\n3}\n'), "type must be a string"),
+    ):
+        with pytest.raises(
+            Refused, match=f"cannot be read: {why}(.|\n)*try:    --{grammar[0].replace('_', '-')}"
+        ) as no:
             engine.answer([[65]], Wish(sampling, Ending(20), grammar=grammar))
+        assert len(str(no.value).splitlines()) == 3
 
 
 @pytest.mark.parametrize(

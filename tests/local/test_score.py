@@ -63,7 +63,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     [
         (["--input", "nowhere"], "no such file"),
         (["--chunk", "0"], "one token or more"),
-        (["--page", "0"], "one token or more"),
+        (["--page", "0", "--chunk", "99999999999"], "(?s)one token or more.*at most 1048576"),
         (["--tolerance", "-1"], "difference in nats"),
         (["--text", ""], "nothing to score"),
         (["--text", " ".join(["5"] * 33)], "32 positions"),

@@ -15,7 +15,8 @@ from isotron.commands.serve import run as serve_command
 from isotron.core.errors import Refused
 from isotron.inference.config import Ending, Sampling, Wish
 from isotron.serve.chat import Template, find_template
-from isotron.serve.main import _name_of
+from isotron.serve.listen import bind
+from isotron.serve.main import _name_of, check_cache
 from isotron.serve.worker import wish_from, wish_to
 from tests.generation import make_model
 from tests.serving import Letters, call, crowd, listening, make_server, metrics, settled
@@ -259,3 +260,25 @@ def test_the_page_in_a_browser(address):
 @pytest.mark.parametrize(("step", "name"), [("runs/first/step_00000009", "first"), ("models/my_model", "my_model")])
 def test_the_name_of_a_model_is_that_of_its_run(step: str, name: str) -> None:
     assert _name_of(Path(step)) == name
+
+
+def test_a_place_is_taken_before_anything_is_loaded():
+    (first,) = bind("127.0.0.1", 0)
+    first.listen()
+    port = first.getsockname()[1]
+    for host, at, case in (("127.0.0.1", port, "in use"), ("no.such.host.invalid", 0, "it is no address"),
+                           ("203.0.113.7", 0, "assign requested address")):  # fmt: skip
+        with pytest.raises(Refused, match=case):
+            bind(host, at)
+    first.close()
+    both = bind("localhost", 0)
+    assert len({s.getsockname()[1] for s in both}) == 1
+    for sock in both:
+        sock.close()
+
+
+def test_a_cache_beyond_the_memory_is_refused():
+    engine = make_server().engine
+    check_cache(engine, 160)
+    with pytest.raises(Refused, match=r"(?s)--cache-tokens 99999999999999\n.*try:    --cache-tokens \d+"):
+        check_cache(engine, 99999999999999)
