@@ -26,6 +26,8 @@ from isotron.serve.reply import Answer, Form, event, usage
 from isotron.serve.worker import Piece, Worker
 from isotron.tokenizers.base import Tokenizer, need_library
 
+GONE = 499  # the status of a request whose client has left; nobody reads it
+
 
 @dataclass
 class Server:
@@ -94,7 +96,6 @@ class Server:
 
         await _unless_gone(request, collect())
         if any(a.reason == "error" for a in answers):
-            self.counters.add("failed")
             raise Bad("the model gave logits that are not finite numbers", None, 500)
         if any(a.reason == "cancelled" for a in answers):
             raise Bad("the server is shutting down", None, 503)
@@ -160,7 +161,7 @@ async def _unless_gone(request: Any, work: Any) -> None:
         if not task.done() and await request.is_disconnected():
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-            raise Bad("the client has gone", None, 499)
+            raise Bad("the client has gone", None, GONE)
     await task
 
 
@@ -198,9 +199,14 @@ def _guarded(server: Server, replies: Any, route: Callable[..., Awaitable[Any]],
             key = request.headers.get("authorization", "").removeprefix("Bearer ")
             if server.api_key and not hmac.compare_digest(key.encode(), server.api_key.encode()):
                 raise Bad("a valid API key is needed: Authorization: Bearer KEY", None, 401)
-            return await route(request, await _body(request, server.limits.max_body))
+            raw = await _body(request, server.limits.max_body)
+            if raw is None:
+                server.counters.add("cancelled")
+                return replies.Response(status_code=GONE)
+            return await route(request, raw)
         except Bad as bad:
-            server.counters.add("refused" if bad.status < 499 else "failed")
+            if bad.status != GONE:  # counted where its rows were given up
+                server.counters.add("refused" if bad.status < GONE else "failed")
             headers = {"Retry-After": "1"} if bad.status == 429 else {}
             return replies.JSONResponse(bad.body(), bad.status, headers=headers)
 
@@ -208,13 +214,16 @@ def _guarded(server: Server, replies: Any, route: Callable[..., Awaitable[Any]],
     return handle
 
 
-async def _body(request: Any, most: int) -> bytes:
-    """The body, read no further than the limit."""
+async def _body(request: Any, most: int) -> bytes | None:
+    """The body, read no further than the limit; None where the client left before its end."""
     found = b""
-    async for part in request.stream():
-        found += part
-        if len(found) > most:
-            raise Bad(f"the body has more than {most} bytes", None, 413)
+    try:
+        async for part in request.stream():
+            found += part
+            if len(found) > most:
+                raise Bad(f"the body has more than {most} bytes", None, 413)
+    except need_library("starlette.requests", "isotron serve").ClientDisconnect:
+        return None
     return found
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -40,7 +41,8 @@ def refused(error: Refused) -> Bad:
 
 
 def _number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    """A number that a float can hold: JSON's whole numbers know no largest one."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and not abs(value) > sys.float_info.max
 
 
 def _whole(value: Any) -> bool:
@@ -49,6 +51,10 @@ def _whole(value: Any) -> bool:
 
 def _texts(value: Any) -> bool:
     return isinstance(value, str) or (isinstance(value, list) and all(isinstance(v, str) for v in value))
+
+
+def _streams(value: Any) -> bool:
+    return isinstance(value, dict) and all(k == "include_usage" and isinstance(v, bool) for k, v in value.items())
 
 
 # field -> (what it must be, check)
@@ -69,7 +75,7 @@ COMMON: dict[str, tuple[str, Check]] = {
     "ignore_eos": ("true or false", lambda v: isinstance(v, bool)),
     "seed": ("a whole number", _whole),
     "stream": ("true or false", lambda v: isinstance(v, bool)),
-    "stream_options": ("an object", lambda v: isinstance(v, dict)),
+    "stream_options": ("an object with include_usage, true or false", _streams),
     "response_format": ("an object", lambda v: isinstance(v, dict)),
     "user": ("a text", lambda v: isinstance(v, str)),
 }

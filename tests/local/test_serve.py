@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import shutil
+import socket
 import time
 from pathlib import Path
 
@@ -127,6 +128,11 @@ def test_megatrons_body(address):
         ({"prompt": [[1], {}]}, 400, ["prompt must be"]),
         ({}, 400, ["prompt is missing"]),
         ({"prompt": "x", "logit_bias": {"a": 1}}, 400, ["logit_bias"]),
+        (b'{"prompt": "x", "logit_bias": {"5": 1%s}}' % (b"0" * 400), 400, ["logit_bias must be"]),
+        (b'{"prompt": "x", "temperature": 1%s}' % (b"0" * 400), 400, ["temperature must be a number"]),
+        (b'{"prompt": "x", "temperature": 1e400}', 400, ["temperature must be a number"]),
+        (b'{"prompt": "x", "n": 1%s}' % (b"0" * 4000), 400, ["limit is 8"]),
+        ({"prompt": "x", "stream": True, "stream_options": {"include_usage": "x"}}, 400, ["stream_options must be"]),
         ({"prompt": "x", "response_format": {"type": "xml"}}, 400, ["response_format"]),
         ({"prompt": "x", "response_format": {"type": "regex", "regex": "("}}, 400, ["cannot be read"]),
         ({"prompt": "x", "best_of": 3, "stream": True}, 400, ["best_of"]),
@@ -146,6 +152,20 @@ def test_messages_that_are_none(address):
     for body in ({}, {"messages": []}, {"messages": [{"role": "user"}]}, {"messages": [1]},
                  {"messages": [{"role": "user", "content": "x"}], "top_logprobs": 2}):  # fmt: skip
         assert call(address, "POST", "/v1/chat/completions", body)[0] == 400
+
+
+def test_a_client_that_leaves_within_its_body_is_no_failure_of_the_server(address, caplog):
+    cancelled, failed = (f'isotron_requests_total{{outcome="{name}"}}' for name in ("cancelled", "failed"))
+    before = metrics(address)
+    with socket.create_connection(address) as torn:
+        torn.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+    deadline = time.monotonic() + 10
+    while metrics(address)[cancelled] == before[cancelled] and time.monotonic() < deadline:
+        time.sleep(0.01)
+    after = metrics(address)
+    assert after[cancelled] == before[cancelled] + 1 and after[failed] == before[failed]
+    assert "ClientDisconnect" not in caplog.text
+    assert call(address, "POST", "/v1/completions", {"prompt": "x", "max_tokens": 1})[0] == 200
 
 
 def test_a_client_that_leaves_frees_its_rows(address):
