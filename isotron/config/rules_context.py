@@ -94,7 +94,6 @@ def _against_hybrid(c: RunConfig) -> dict[str, tuple[bool, str]]:
             getattr(m, "moe_expert_capacity_factor", 0) > 0, "--moe-expert-capacity-factor 0.0"
         ),
         "rope_scaling": (getattr(m, "rope_scaling", "") in ("dynamic", "longrope"), "--rope-scaling yarn"),
-        "trace": (c.log.trace > 0, "--trace 0"),
     }  # fmt: skip
 
 
@@ -134,7 +133,7 @@ def _hybrid_unused(c: RunConfig, f: Facts) -> Problem:
 
 _HYBRID = (
     "hybrid_context_parallel schedule cp cp_comm_type ep etp moe_token_dispatcher_type moe_router_load_balancing_type "
-    "moe_aux_loss_coeff moe_expert_capacity_factor rope_scaling trace"
+    "moe_aux_loss_coeff moe_expert_capacity_factor rope_scaling"
 )
 _HEADS = ("cp", "cp_comm_type", "hierarchical_cp_sizes", "num_attention_heads", "tp")
 CONTEXT_RULES: tuple[Rule, ...] = (

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -79,7 +79,7 @@ class StepTracer:
 
     @contextmanager
     def step(self, number: int, microbatches: int) -> Iterator[None]:
-        """Around step `number`; collective while there are steps left to record."""
+        """Around step `number` of this rank's `microbatches`; collective while there are steps left to record."""
         if self.left <= 0:
             yield
             return
@@ -94,38 +94,45 @@ class StepTracer:
         finally:
             self.model.runtime.observer = Nobody()
         mine = [[e.lane, e.name, e.start, e.end, e.facts] for e in recorder.events]
-        own = {"host": socket.gethostname(), "origin": origin, "events": mine}
+        own = {"host": socket.gethostname(), "origin": origin, "events": mine, "microbatches": microbatches}
         everyone = comm.gather_json({**own, "pp": self.model.mesh.coordinate["pp"]}, world)
         if everyone is not None:
-            trace = together(everyone, self.model.layout.table(microbatches), number)
+            trace = together(everyone, self.model.layout.table, number)
             self.directory.mkdir(parents=True, exist_ok=True)
             (self.directory / f"step_{number:08d}.json").write_text(json.dumps(trace), encoding="utf-8")
 
 
-def together(everyone: Sequence[dict[str, Any]], table: Schedule, number: int) -> dict[str, Any]:
-    """The trace of a step from what each rank noted, with the prediction under the measured costs."""
+def together(everyone: Sequence[dict[str, Any]], table: Callable[[int], Schedule], number: int) -> dict[str, Any]:
+    """The trace of a step from what each rank noted, with the prediction under the measured costs.
+
+    `table`: of so many microbatches; pipelines side by side may have different numbers of them, and the longest counts.
+    """
     shared = len({each["host"] for each in everyone}) == 1
     first = min(each["origin"] for each in everyone)
     measured = []
     for rank, each in enumerate(everyone):
         zero = first if shared else each["origin"]
         measured += [Event(rank, lane, name, a - zero, b - zero, f) for lane, name, a, b, f in each["events"]]
-    costs = measured_costs(measured, table.stages, max(1, len(everyone) // len(table.ranks)))
-    report = simulate(table, costs)
+    tables = {n: table(n) for n in sorted({each["microbatches"] for each in everyone} - {0})} or {1: table(1)}
+    longest = tables[max(tables)]
+    costs = measured_costs(measured, longest.stages, max(1, len(everyone) // len(longest.ranks)))
+    reports = {n: simulate(each, costs) for n, each in tables.items()}
+    report = reports[max(tables)]
     # the prediction begins with the first action that was measured
     began = min((e.start for e in measured if e.lane == COMPUTE), default=0.0)
-    lines: dict[int, list[Event]] = {}
-    for event in predicted(report):
-        lines.setdefault(event.rank, []).append(event)
+    lines: dict[tuple[int, int], list[Event]] = {}
+    for n, of_pipeline in reports.items():
+        for event in predicted(of_pipeline):
+            lines.setdefault((n, event.rank), []).append(event)
     shown = [
         Event(rank, e.lane, e.name, e.start + began, e.end + began, e.facts)
         for rank, each in enumerate(everyone)
-        for e in lines.get(each["pp"], [])
+        for e in lines.get((each["microbatches"], each["pp"]), [])
     ]
     took = max((e.end for e in measured if e.lane == COMPUTE), default=0.0) - began
-    facts = {"step": number, "schedule": table.name, "predicted_s": report.makespan, "measured_s": took}
+    facts = {"step": number, "schedule": longest.name, "predicted_s": report.makespan, "measured_s": took}
     facts |= {"predicted_bubble": min(report.bubble), "measured_bubble": measured_bubble(measured)}
-    facts["schedule_costs"] = microseconds(costs, table.stages)
+    facts["schedule_costs"] = microseconds(costs, longest.stages)
     return trace_file([*shown, *measured], 1e6, facts)
 
 
