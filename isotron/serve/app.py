@@ -96,6 +96,8 @@ class Server:
 
         await _unless_gone(request, collect())
         if any(a.reason == "error" for a in answers):
+            if not self.worker.healthy:
+                raise Bad("the engine has stopped", None, 503)
             raise Bad("the model gave logits that are not finite numbers", None, 500)
         if any(a.reason == "cancelled" for a in answers):
             raise Bad("the server is shutting down", None, 503)

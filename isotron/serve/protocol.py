@@ -28,6 +28,8 @@ class Bad(Exception):
 
     def body(self) -> dict[str, Any]:
         """In the shape of the OpenAI API."""
+        if self.status >= 500:
+            return {"error": {"message": self.message, "type": "server_error", "param": self.field, "code": None}}
         kind = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
         name = kind.get(self.status, "invalid_request_error")
         return {"error": {"message": self.message, "type": name, "param": self.field, "code": None}}

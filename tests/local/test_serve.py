@@ -217,7 +217,9 @@ def test_an_engine_that_fails_is_said():
 
     server.engine.step = fail
     with listening(server) as address:
-        assert call(address, "POST", "/v1/completions", {"prompt": "x"})[0] in (500, 503)
+        status, reply = call(address, "POST", "/v1/completions", {"prompt": "x"})
+        assert status == 503 and reply["error"]["message"] == "the engine has stopped"  # the model is not at fault
+        assert reply["error"]["type"] == "server_error"
         time.sleep(0.1)
         status, reply = call(address, "GET", "/health")
         assert status == 503 and "on purpose" in reply["reason"]
