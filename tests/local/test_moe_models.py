@@ -36,7 +36,7 @@ from tests.hf_twins import save
 PROMPTS = [[(7 * i * i + j) % 131 for i in range(1, n)] for j, n in enumerate((40, 3, 21))]
 
 
-@pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "deepseek_v2", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "deepseek_v3"])
 def test_greedy_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     theirs, engine = twin_engine(name, tmp_path, EngineConfig(page=8, chunk=16))
     for prompt, (row,) in zip(PROMPTS, engine.answer(PROMPTS, Wish(ending=Ending(8))), strict=True):
