@@ -32,5 +32,5 @@ def bind(host: str, port: int) -> list[socket.socket]:
             continue
         found.append(sock)
     if not found:
-        raise refuse(f"--host {host} --port {port}", f"the system says: {why}", "--port 0, which takes a free one")
+        raise refuse(f"--host {host} --port {port}", f"the system says: {why}", "--host 127.0.0.1 --port 0, a free one")
     return found

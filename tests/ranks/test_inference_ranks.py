@@ -37,8 +37,15 @@ def size(layout: dict[str, int]) -> int:
     return layout.get("tp", 1) * layout.get("pp", 1)
 
 
-@pytest.mark.parametrize("name", ["gpt", "llama", "llama-tied"])
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+# every layout with one model or two, every model with two layouts or three
+SAME = [
+    pytest.param(layout, model, marks=() if (i + j) % 2 else pytest.mark.slow, id=f"{name}-{model}")
+    for i, (name, layout) in enumerate(LAYOUTS.items())
+    for j, model in enumerate(("gpt", "llama", "llama-tied"))
+]
+
+
+@pytest.mark.parametrize(("layout", "name"), SAME)
 def test_same_tokens_as_one_process(ranks, layout, name):
     expected = one_process(name)
     for found in ranks(size(layout), several, name, layout):
@@ -70,7 +77,9 @@ def test_long_prompts_over_ranks(ranks, name, layout, tmp_path):
             assert mine == pytest.approx(alone, abs=1e-9)
 
 
-@pytest.mark.parametrize("layout", [{"tp": 4}, {"pp": 4}, {"tp": 2, "pp": 2}], ids=str)
+@pytest.mark.parametrize(
+    "layout", [{"tp": 4}, {"tp": 2, "pp": 2}, pytest.param({"pp": 4}, marks=pytest.mark.slow)], ids=str
+)
 def test_a_checkpoint_in_another_layout(ranks, layout, tmp_path):
     step = save_run("llama-tied", tmp_path)
     expected = make_engine("llama-tied").generate(
@@ -136,7 +145,7 @@ def test_the_command_with_experts_on_two_processes(tmp_path, capfd):
     (result,) = json.loads(capfd.readouterr().out)["results"]
     assert result["tokens"] == expected[0]
     words[3] = " ".join(map(str, range(40)))
-    assert cli.main(["generate", *words, "--cp", "2", "--device", "cpu"]) == 0
+    assert cli.main(["generate", *words, "--cp", "2", "--ep", "2", "--device", "cpu"]) == 0
     (result,) = json.loads(capfd.readouterr().out)["results"]
     assert result["tokens"] == twins_agree(str(tmp_path), [list(range(40))], {})[0][0]
 
