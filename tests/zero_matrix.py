@@ -33,7 +33,7 @@ FROZEN = ("embed.*", "positions.*", "layers.0.*", "layers.1.attention.*", "layer
 AXES = {
     "layout": tuple(LAYOUTS),
     "zero": (0, 1, 2, 3),
-    "model": ("gpt", "llama", "llama-tied", "experts", "predictions"),  # the first and the third are tied
+    "model": ("gpt", "llama-tied", "experts", "predictions"),  # the first two are tied
     "accumulation": (1, 3),
     "overlap": (True, False),
     "frozen": (False, True),

@@ -41,10 +41,11 @@ FEATURES: dict[str, tuple[str, dict[str, Any]]] = {
     "tied": ("llama-tied", {"dp": 2, "zero": 1}),
     "uneven": ("gpt", {"uneven": True}),
 }
+FOUR = ("TP2", "SP", "recompute", "selective")  # microbatches; the others have three
 
 
 def case_of(schedule: str, feature: str) -> Case:
-    """Four microbatches (an odd step of three) on two pipeline ranks."""
+    """Four microbatches or an odd three on two pipeline ranks, then one."""
     model, wanted = FEATURES[feature]
     sizes = {"schedule": schedule, **SCHEDULES[schedule], **wanted}
     uneven = sizes.pop("uneven", False)
@@ -53,7 +54,7 @@ def case_of(schedule: str, feature: str) -> Case:
     if uneven:
         counts = (1, 4) if layout.stages == 2 else (0, 3, 1, 1)
         layout = Layout(**sizes, layers_per_stage=counts)
-    return Case(MODELS[model], layout, 16, 1, layout.dp, steps=3, batch_multiples=(4, 3, 1))
+    return Case(MODELS[model], layout, 16, 1, layout.dp, steps=2, batch_multiples=(4 if feature in FOUR else 3, 1))
 
 
 # in every run each schedule meets a split of tensors, copies or ties over ranks, and one more; all pairs when asked
