@@ -28,6 +28,7 @@ MODELS: dict[str, Any] = {
 BESIDE: dict[str, dict[str, Any]] = {
     "DP4": {},
     "CP2xDP2": {"cp": 2, "dp": 2},
+    "CP3xDP2": {"cp": 3, "dp": 2},  # groups of two at most
     "TP2+SP": {"tp": 2, "dp": 2, "sequence_parallel": True},
     "PP2": {"pp": 2, "dp": 2},
     "PP2x2chunks": {"pp": 2, "dp": 2, "vpp": 2},

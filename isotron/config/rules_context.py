@@ -81,7 +81,6 @@ def _against_hybrid(c: RunConfig) -> dict[str, tuple[bool, str]]:
     together = layout.ep > 1 or layout.expert_tp != layout.tp
     return {
         "schedule": (is_file(layout.schedule), "--schedule auto"),
-        "cp": (layout.cp & (layout.cp - 1) != 0, "--cp 1"),
         "cp_comm_type": (any(t not in ("p2p", "allgather") for t in layout.cp_comm_type), "--cp-comm-type p2p"),
         "moe_token_dispatcher_type": (
             together and layout.moe_token_dispatcher_type == "allgather", "--moe-token-dispatcher-type alltoall"
@@ -99,7 +98,7 @@ def _against_hybrid(c: RunConfig) -> dict[str, tuple[bool, str]]:
 
 def _hybrid_beside(c: RunConfig, f: Facts) -> Problem:
     wrong = {leaf: fix for leaf, (here, fix) in _against_hybrid(c).items() if here}
-    case = "documents are dealt anew to groups of 1, 2, 4 .. ranks, a number of microbatches that no file can know: "
+    case = "documents are dealt anew to groups of ranks, a number of microbatches that no file can know: "
     case += "a ring or a gather, and nothing that looks at a whole row or at a microbatch as they were"
     return Problem(asked(c, "hybrid_context_parallel", *wrong), case, " ".join(dict.fromkeys(wrong.values())))
 
@@ -132,7 +131,7 @@ def _hybrid_unused(c: RunConfig, f: Facts) -> Problem:
 
 
 _HYBRID = (
-    "hybrid_context_parallel schedule cp cp_comm_type ep etp moe_token_dispatcher_type moe_router_load_balancing_type "
+    "hybrid_context_parallel schedule cp_comm_type ep etp moe_token_dispatcher_type moe_router_load_balancing_type "
     "moe_aux_loss_coeff moe_expert_capacity_factor rope_scaling"
 )
 _HEADS = ("cp", "cp_comm_type", "hierarchical_cp_sizes", "num_attention_heads", "tp")

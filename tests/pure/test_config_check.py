@@ -45,7 +45,8 @@ BOTH_SIDES: dict[str, tuple[str, str, dict]] = {
     "levels of cp": ("--cp 4 --cp-comm-type a2a+p2p --hierarchical-cp-sizes 2,3",
                      "--cp 4 --cp-comm-type a2a+p2p --hierarchical-cp-sizes 2,2", {}),
     "documents dealt anew": ("--hybrid-context-parallel --dp 2 --rope-scaling dynamic",
-                             "--hybrid-context-parallel --dp 2 --zero 3 --pp 2 --hidden-dropout 0.1", {}),
+                             "--hybrid-context-parallel --dp 2 --cp 3 --seq-length 510 --max-seqlen-per-dp-cp-rank 255 "
+                             "--zero 3 --pp 2 --hidden-dropout 0.1 --trace 2", {}),
     "documents fit their groups": ("--hybrid-context-parallel --dp 2 --max-seqlen-per-dp-cp-rank 10",
                                    "--hybrid-context-parallel --dp 2 --max-seqlen-per-dp-cp-rank 512", {}),
     "costs of documents": ("--max-seqlen-per-dp-cp-rank 1024",

@@ -16,7 +16,7 @@ from tests.covering import Case as Choice
 from tests.covering import covering, uncovered
 from tests.dealt_matrix import AXES, BASE, case_of, legal
 from tests.matrix import equals_one_process
-from tests.ranks.bodies import build
+from tests.ranks.bodies import build, evaluated
 
 PAIRS = covering(AXES, legal)
 VALUES = {(axis, value) for axis, values in AXES.items() for value in values}
@@ -53,6 +53,14 @@ def test_every_pair(ranks: Callable[..., list[Any]], choice: Choice) -> None:
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_steps(ranks: Callable[..., list[Any]], name: str) -> None:
     equals_one_process(ranks, OTHERS[name], name)
+
+
+def test_whole_rows_on_ranks_that_are_no_power_of_two(ranks: Callable[..., list[Any]]) -> None:
+    """As an evaluation deals them: a ring of its own over cp."""
+    case = replace(FOUR_SLOTS, sequence=12, isolate=False)
+    split = replace(case, layout=replace(BASE, cp=3, dp=1, max_seqlen_per_dp_cp_rank=12))
+    alone = evaluated(replace(case, layout=replace(BASE, dp=1, hybrid_context_parallel=False)))
+    assert all(found == pytest.approx(alone, rel=1e-9) for found in ranks(3, evaluated, split))
 
 
 def group_sizes(case: Case) -> list[tuple[int, int, float]]:

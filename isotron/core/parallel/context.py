@@ -78,6 +78,8 @@ def _fill_varied(module: Decoder, layout: Layout, mesh: Mesh) -> None:
     along, index = mesh.ranks_along("cp", "dp"), mesh.group("cp", "dp").index
     starts = ((size, index // size * size) for size in sizes_of(len(along)) if size > 1)
     groups = [mesh.group_of(along[start : start + size]) for size, start in starts]
+    cp = mesh.group("cp")  # of whole rows, where its size is none of these
+    groups += [cp] if cp.size > 1 and all(cp.size != g.size for g in groups) else []
     for number, block in _blocks(module):
         for layer in list(block.modules()):
             plain = getattr(layer, "core", None)
