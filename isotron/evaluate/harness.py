@@ -7,6 +7,7 @@ come from `generate`, which the command joins in. Every rank runs the same harne
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from importlib import import_module
 from typing import Any
 
@@ -25,7 +26,7 @@ NEW_TOKENS = 256  # where a task does not say
 def harness(how: Asked, logprobs: LogProbs, generate: Generate, include: str = "") -> list[Result]:
     """Results of the harness's task, group or tag `how.path`. `include`: a directory with further task files."""
     library = need_library("lm_eval", f"--task harness={how.path}")
-    manager = import_module("lm_eval.tasks").TaskManager(include_path=include or None)
+    manager = _manager(include)
     model = _adapter(how, logprobs, generate)
     try:
         found = library.simple_evaluate(
@@ -37,6 +38,12 @@ def harness(how: Asked, logprobs: LogProbs, generate: Generate, include: str = "
         fix = "--task harness=NAME with a task whose data is on this machine; --harness-path DIR for one's own"
         raise refuse(f"--task harness={how.path}", case, fix) from error
     return [_result(name, numbers, found) for name, numbers in found["results"].items()]
+
+
+@cache
+def _manager(include: str) -> Any:
+    """The list of all tasks, with those of a directory: thousands of files are read for it, once for all tasks."""
+    return import_module("lm_eval.tasks").TaskManager(include_path=include or None)
 
 
 def _result(name: str, numbers: Mapping[str, Any], found: Mapping[str, Any]) -> Result:

@@ -182,7 +182,7 @@ def test_a_client_that_leaves_frees_its_rows(address):
 def test_a_crowd_leaves_no_trace(address):
     crowd(address, 8, 0.5)
     before = settled(address)
-    found = crowd(address, 16, 5.0)
+    found = crowd(address, 16, 2.0)
     after = settled(address)
     assert not found["wrong"], found["wrong"][:5]
     assert found["good"] > 10 and found["dropped"] and found["broken"]
