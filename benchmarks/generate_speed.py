@@ -5,7 +5,7 @@
 A batch is requests with mixed lengths of prompt and answer. Both sides are given all of them at once and are timed
 until the last answer is there; only tokens that were asked for count. transformers pads the prompts on the left and
 runs until the longest answer is done. Greedy, float32, equal tokens are checked. With `--speculate none` nothing is
-guessed from earlier text; a model with random weights repeats itself, so that guesses are right more often than on text.
+guessed from earlier text; a model with random weights repeats itself: guesses are right more often than on text.
 """
 
 from __future__ import annotations

@@ -37,6 +37,7 @@ CONTENDERS = {
     "dp2": (Layout(dp=2), 2, 1),
     "tp2+sp": (Layout(tp=2, dp=1, sequence_parallel=True), 4, 1),
     "pp2, 4 microbatches": (Layout(pp=2, dp=1), 1, 1),
+    "pp2 zb-h1, 4 microbatches": (Layout(pp=2, dp=1, schedule="zb-h1"), 1, 1),
 }
 
 

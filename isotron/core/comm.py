@@ -14,9 +14,9 @@
 The gradients are wired where the operation is (parallel/tensor.py), because a linear layer starts the communication of
 its input gradient before it computes its weight gradient. Everything that can be waited for returns a `Pending`.
 
-gloo sums bfloat16 in bfloat16 and its reduce-scatter is slow; there, sums are built from an all-to-all and one
-addition in float32. Its rings take a turn per rank, several milliseconds over four ranks or more: over more than two,
-what is small goes to everybody at once and is summed in rank order. NCCL's own collectives are used on GPUs.
+NCCL's own collectives are used on GPUs. On CPUs the ranks of one machine meet in its memory (shared_memory.py) where a
+message fits there, and each adds up what all have, in rank order. Everything else is gloo's, which sums bfloat16 in
+bfloat16 and whose reduce-scatter is slow: there, sums are built from an all-to-all and one addition in float32.
 """
 
 from __future__ import annotations
@@ -24,16 +24,15 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from isotron.core import shared_memory as shm
 from isotron.core.mesh import Group
-
-SMALL_BYTES = 2**18
 
 
 class Meter:
@@ -75,25 +74,31 @@ def _is_gloo(group: Group) -> bool:
     return dist.get_backend(group.handle) == "gloo"
 
 
-def _goes_at_once(x: Tensor, group: Group) -> bool:
-    """Whether everybody's copies are quicker than a ring."""
-    return group.size > 2 and x.nbytes <= SMALL_BYTES and _is_gloo(group)
+def _post(x: Tensor, group: Group, sizes: Sequence[int] | None = None, rows: bool = False) -> shm.Post | None:
+    """A message in memory, where the ranks meet and it fits there; sizes are of entries of x."""
+    line = group.line if x.device.type == "cpu" else None
+    if line is None or not line.has_room(max(sizes or (x.numel(),)) * x.element_size()):
+        return None
+    return line.post(x, sizes and [n * x.element_size() for n in sizes], rows)
 
 
-def _everyones(x: Tensor, group: Group) -> tuple[Any, Tensor]:
-    """A communication that brings [ranks, *x.shape]."""
-    copies = x.expand(group.size, *x.shape).contiguous()
-    received = torch.empty_like(copies)
-    return dist.all_to_all_single(received, copies, group=group.handle, async_op=True), received
+def _met(post: shm.Post, finish: Callable[[list[Tensor]], Tensor], dtype: torch.dtype) -> Pending:
+    """What `finish` makes of the parts, each a flat tensor, when they are there."""
+
+    def complete() -> Tensor:
+        found = finish([part.view(dtype) for part in post.parts()])
+        post.done()
+        return found
+
+    return Pending((post,), complete)
 
 
 def start_all_reduce(x: Tensor, group: Group, op: str = "sum") -> Pending:
-    """Sum or max of `x` over the group, in place. 16-bit sums on gloo are formed in float32."""
+    """Sum or max of `x` over the group, in place. 16-bit sums are formed in float32."""
     if group.size == 1:
         return done(x)
-    if x.numel() > group.size and _goes_at_once(x, group):  # of fewer numbers a ring has few turns
-        work, parts = _everyones(x, group)
-        return Pending((work,), lambda: x.copy_(_sum_parts(parts) if op == "sum" else parts.amax(0)))
+    if (post := _post(x, group)) is not None:
+        return _met(post, partial(_reduced, x, op), x.dtype)
     reduce_op = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op]
     if x.dtype in (torch.bfloat16, torch.float16) and _is_gloo(group):
         wide = x.float()
@@ -106,6 +111,12 @@ def start_all_reduce(x: Tensor, group: Group, op: str = "sum") -> Pending:
     return Pending((dist.all_reduce(x, reduce_op, group.handle, async_op=True),), lambda: x)
 
 
+def _reduced(x: Tensor, op: str, parts: list[Tensor]) -> Tensor:
+    total = _sum_parts(parts) if op == "sum" else reduce(torch.maximum, parts)
+    x.detach().copy_(total.view(x.shape))
+    return x
+
+
 def all_reduce(x: Tensor, group: Group, op: str = "sum") -> Tensor:
     """Sum or max of `x` over the group, in place."""
     return start_all_reduce(x, group, op).wait()
@@ -115,13 +126,16 @@ def start_all_gather(x: Tensor, group: Group, dim: int) -> Pending:
     """Concatenation of every rank's equal-shaped `x` along `dim`."""
     if group.size == 1:
         return done(x)
-    if _goes_at_once(x, group):
-        work, parts = _everyones(x, group)
-        return Pending((work,), lambda: parts.movedim(0, dim).flatten(dim, dim + 1))
+    if (post := _post(x, group)) is not None:
+        return _met(post, lambda parts: torch.cat([part.view(x.shape) for part in parts], dim), x.dtype)
     out = x.new_empty((group.size, *x.shape))
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    work = gather(out.view(group.size * x.shape[0], *x.shape[1:]), x.contiguous(), group.handle, async_op=True)
+    work = _gather_into(out.view(group.size * x.shape[0], *x.shape[1:]), x.contiguous(), group)
     return Pending((work,), lambda: out.movedim(0, dim).flatten(dim, dim + 1))
+
+
+def _gather_into(out: Tensor, x: Tensor, group: Group) -> Any:
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return gather(out, x, group.handle, async_op=True)
 
 
 def all_gather(x: Tensor, group: Group, dim: int) -> Tensor:
@@ -129,21 +143,24 @@ def all_gather(x: Tensor, group: Group, dim: int) -> Tensor:
     return start_all_gather(x, group, dim).wait()
 
 
-def _sum_parts(parts: Tensor) -> Tensor:
-    """Sum over dimension 0 in rank order, in float32 for 16-bit types."""
-    kind = parts.dtype
-    wide = torch.promote_types(kind, torch.float32) if kind.is_floating_point else kind
-    total, own = parts[0].to(wide), parts.dtype != wide  # whether it is no view of what was received
-    for part in parts[1:]:
-        total, own = (total.add_(part) if own else total + part), True
-    return total.to(parts.dtype)
+def _sum_parts(parts: Sequence[Tensor] | Tensor) -> Tensor:
+    """Sum in rank order, in float32 for 16-bit types; never one of the parts themselves."""
+    narrow = parts[0].dtype
+    wide = narrow if not narrow.is_floating_point else torch.promote_types(narrow, torch.float32)
+    total = parts[0].to(wide, copy=True) if narrow != wide else parts[0] + parts[1]
+    for part in parts[1 if narrow != wide else 2 :]:
+        total.add_(part)
+    return total.to(narrow)
 
 
 def start_reduce_scatter(x: Tensor, group: Group, dim: int) -> Pending:
     """Sum of `x` over the group; each rank gets its equal part of `dim`."""
     if group.size == 1:
         return done(x)
-    parts = x.unflatten(dim, (group.size, -1)).movedim(dim, 0).contiguous()
+    parts = x.unflatten(dim, (group.size, -1)).movedim(dim, 0)
+    if (post := _post(parts, group, rows=True)) is not None:
+        return _met(post, partial(_own_row, group.index, parts.shape[1:]), x.dtype)
+    parts = parts.contiguous()
     received = torch.empty_like(parts)
     if _is_gloo(group):
         work = dist.all_to_all_single(received, parts, group=group.handle, async_op=True)
@@ -151,6 +168,14 @@ def start_reduce_scatter(x: Tensor, group: Group, dim: int) -> Pending:
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     work = scatter(received[0], parts.flatten(0, 1), group=group.handle, async_op=True)
     return Pending((work,), lambda: received[0])
+
+
+def _own_row(index: int, shape: torch.Size, parts: list[Tensor]) -> Tensor:
+    """The sum of everybody's row `index`, of `shape`; of a small message the parts are these rows."""
+    wanted = shape.numel()
+    return _sum_parts([p if p.numel() == wanted else p[index * wanted : (index + 1) * wanted] for p in parts]).view(
+        shape
+    )
 
 
 def reduce_scatter(x: Tensor, group: Group, dim: int) -> Tensor:
@@ -170,6 +195,9 @@ def start_reduce_flat(
     target = mine if into is None else into
     if group.size == 1:
         return Pending((), lambda: _put_sum(mine[None], target, add)) if into is not None else done(mine)
+    if (post := _post(flat, group)) is not None:
+        own = slice(cuts[group.index], cuts[group.index + 1])
+        return _met(post, lambda parts: _put_sum([p[own] for p in parts], target, add), flat.dtype)
     lengths = [b - a for a, b in zip(cuts, cuts[1:], strict=False)]
     received = flat.new_empty((group.size, mine.numel()))
     work = dist.all_to_all_single(
@@ -178,13 +206,15 @@ def start_reduce_flat(
     return Pending((work,), lambda: _put_sum(received, target, add))
 
 
-def _put_sum(parts: Tensor, into: Tensor, add: bool) -> Tensor:
-    """The sum of parts over dimension 0 in `into`."""
+def _put_sum(parts: Sequence[Tensor] | Tensor, into: Tensor, add: bool) -> Tensor:
+    """The sum of the parts, in rank order and in the type of `into`, put or added there."""
     if not into.numel():
         return into
-    if add:
-        return into.add_(torch.sum(parts, 0, dtype=into.dtype))
-    return torch.sum(parts, 0, dtype=into.dtype, out=into)
+    wide = torch.promote_types(into.dtype, torch.float32)
+    total = parts[0].to(wide, copy=True) if add or into.dtype != wide else into.copy_(parts[0])
+    for part in parts[1:]:
+        total.add_(part)
+    return into.add_(total) if add else into.copy_(total)
 
 
 def start_gather_flat(flat: Tensor, cuts: Sequence[int], group: Group) -> Pending:
@@ -193,10 +223,8 @@ def start_gather_flat(flat: Tensor, cuts: Sequence[int], group: Group) -> Pendin
         return done(flat)
     runs = [flat[a:b] for a, b in zip(cuts, cuts[1:], strict=False)]
     mine = runs[group.index]
-    if flat.nbytes <= SMALL_BYTES and _is_gloo(group):  # one call costs less than two for each rank
-        sends, receives = [mine.numel()] * group.size, [run.numel() for run in runs]
-        work = dist.all_to_all_single(flat, mine.repeat(group.size), receives, sends, group=group.handle, async_op=True)
-        return Pending((work,), lambda: flat)
+    if (post := _post(mine, group, [len(run) for run in runs])) is not None:
+        return _met(post, partial(_put_runs, flat, runs), flat.dtype)
     ops = []
     for step in range(1, group.size):
         to, of = (group.index + step) % group.size, (group.index - step) % group.size
@@ -205,6 +233,12 @@ def start_gather_flat(flat: Tensor, cuts: Sequence[int], group: Group) -> Pendin
         if runs[of].numel():
             ops.append(dist.P2POp(dist.irecv, runs[of], group.ranks[of], group.handle))
     return Pending(dist.batch_isend_irecv(ops) if ops else (), lambda: flat)
+
+
+def _put_runs(flat: Tensor, runs: list[Tensor], parts: list[Tensor]) -> Tensor:
+    for run, part in zip(runs, parts, strict=True):
+        run.copy_(part)
+    return flat
 
 
 def start_all_to_all(flat: Tensor, sends: Sequence[int], receives: Sequence[int], group: Group) -> Pending:
@@ -239,14 +273,23 @@ def _itself(x: Tensor) -> Tensor:
 
 def broadcast(x: Tensor, group: Group, source: int = 0) -> Tensor:
     """`x` of the group's rank `source`, in place."""
-    if group.size > 1:
-        dist.broadcast(x, group.ranks[source], group.handle)
+    if group.size == 1:
+        return x
+    sizes = [x.numel() if i == source else 0 for i in range(group.size)]
+    given = x.contiguous() if group.index == source else x.new_empty(0)
+    if (post := _post(given, group, sizes)) is not None:
+        return _met(post, lambda parts: x.detach().copy_(parts[source].view(x.shape)), x.dtype).wait()
+    dist.broadcast(x, group.ranks[source], group.handle)
     return x
 
 
 def barrier(group: Group) -> None:
     """Wait for every rank."""
-    if group.size > 1:
+    if group.size == 1:
+        return
+    if group.line is not None:
+        all_gather(torch.zeros(1, dtype=torch.uint8), group, 0)
+    else:
         dist.barrier(group.handle)
 
 
@@ -254,8 +297,7 @@ def gather_json(value: Any, group: Group) -> list[Any] | None:
     """On the first rank the JSON-able values of all ranks, elsewhere None."""
     if group.size == 1:
         return [value]
-    found: list[Any] = [None] * group.size
-    dist.all_gather_object(found, json.dumps(value), group=group.handle)
+    found = _texts(json.dumps(value), group)
     return [json.loads(v) for v in found] if group.index == 0 else None
 
 
@@ -263,6 +305,17 @@ def broadcast_json(value: Any, group: Group) -> Any:
     """The first rank's JSON-able value on every rank."""
     if group.size == 1:
         return value
-    box = [json.dumps(value) if group.index == 0 else None]
-    dist.broadcast_object_list(box, src=group.ranks[0], group=group.handle)
-    return json.loads(str(box[0]))
+    return json.loads(_texts(json.dumps(value) if group.index == 0 else "", group)[0])
+
+
+def _texts(text: str, group: Group) -> list[str]:
+    """Every rank's text."""
+    data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8) if text else torch.zeros(0, dtype=torch.uint8)
+    if group.line is not None:
+        sizes = all_gather(torch.tensor([len(data)]), group, 0).tolist()
+        if (post := _post(data, group, sizes)) is not None:
+            every = _met(post, torch.cat, data.dtype).wait()
+            return [bytes(part.numpy()).decode() for part in every.split(sizes)]
+    found: list[Any] = [None] * group.size
+    dist.all_gather_object(found, text, group=group.handle)
+    return found

@@ -10,11 +10,16 @@ and every collective over it is the identity, so code never asks whether an axis
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import product
 from math import prod
+from typing import Any
 
+import torch
 import torch.distributed as dist
+
+from isotron.core.shared_memory import MOST_RANKS, Line, meet
 
 AXES = ("tp", "cp", "dp", "pp")
 EXPERT_AXES = ("etp", "ep", "edp", "pp")
@@ -22,11 +27,15 @@ EXPERT_AXES = ("etp", "ep", "edp", "pp")
 
 @dataclass(frozen=True)
 class Group:
-    """Some ranks in order, this rank's place among them, and the process group that joins them (None for one rank)."""
+    """Some ranks in order, this rank's place among them, and the process group that joins them (None for one rank).
+
+    `line`: where they meet in memory, when they are processes without GPUs on one machine.
+    """
 
     ranks: tuple[int, ...]
     index: int
     handle: dist.ProcessGroup | None = None
+    line: Line | None = field(default=None, compare=False, repr=False)
 
     @property
     def size(self) -> int:
@@ -98,7 +107,7 @@ class Mesh:
     def apart(self) -> Group:
         """All ranks once more, over the CPU's back end: for a thread that communicates beside the main one."""
         handle = dist.new_group(backend="gloo") if self.size > 1 else None
-        return Group(tuple(range(self.size)), self.rank, handle)
+        return joined(tuple(range(self.size)), self.rank, handle)
 
     def subgroup(self, axis: str, replicas: int) -> Group:
         """Neighbours of this rank along `axis` in blocks of `replicas`."""
@@ -124,7 +133,7 @@ class Mesh:
         """The group of exactly these ranks (this one among them)."""
         ranks = tuple(ranks)
         if ranks not in self._made:
-            self._made[ranks] = Group(ranks, ranks.index(self.rank), self._connect(ranks))
+            self._made[ranks] = joined(ranks, ranks.index(self.rank), self._connect(ranks))
         return self._made[ranks]
 
     def _connect(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
@@ -133,6 +142,29 @@ class Mesh:
         if len(ranks) == self.size:
             return dist.group.WORLD
         return dist.new_group(list(ranks), use_local_synchronization=True)
+
+
+def joined(ranks: tuple[int, ...], index: int, handle: dist.ProcessGroup | None) -> Group:
+    """A group whose members meet in memory where they can. They all call it: nothing may wait for others later on."""
+    line = None
+    if handle is not None and len(ranks) <= MOST_RANKS and dist.get_backend(handle) == "gloo":
+        line = meet(index, len(ranks), partial(_exchange, handle, ranks), _timeout(handle))
+    return Group(ranks, index, handle, line)
+
+
+def _exchange(handle: dist.ProcessGroup, ranks: tuple[int, ...], card: bytes) -> list[bytes]:
+    """Everybody's card, in the order of `ranks`; torch sorts those of a process group."""
+    own = torch.frombuffer(bytearray(card), dtype=torch.uint8)
+    every = [torch.empty_like(own) for _ in ranks]
+    dist.all_gather(every, own, handle)
+    return [bytes(every[dist.get_group_rank(handle, rank)].tolist()) for rank in ranks]
+
+
+def _timeout(handle: Any) -> float:
+    """Seconds that a message of the group may take. What holds them is private to torch."""
+    back_end = handle._get_backend(torch.device("cpu")) if hasattr(handle, "_get_backend") else None
+    given = getattr(getattr(back_end, "options", None), "_timeout", None)
+    return float(given.total_seconds()) if given is not None else 600.0
 
 
 def _view(axes: Iterable[str]) -> tuple[str, ...]:

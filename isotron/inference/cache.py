@@ -211,7 +211,8 @@ def combine(o_EKQN: Tensor, lse_EKQ: Tensor, view: ByPage, groups: int, sinks_H:
         bias_RM1Q = view.bias_RMS.repeat_interleave(groups, 2) if groups > 1 else view.bias_RMS
         lse_RMKQ = lse_EKQ[view.table_RM] + bias_RM1Q[:, :, None]
         weight_RMKQ = torch.softmax(lse_RMKQ, 1).to(o_EKQN.dtype)
-        o, total = torch.einsum("rmkq,rmkqn->rkqn", weight_RMKQ, o_EKQN[view.table_RM]), lse_RMKQ
+        o_RMKQN = o_EKQN.index_select(0, view.table_RM.flatten()).unflatten(0, view.table_RM.shape)
+        o, total = o_RMKQN.mul_(weight_RMKQ[..., None]).sum(1), lse_RMKQ
         total = total if sinks_H is None else total.logsumexp(1)
     if sinks_H is None:
         return o

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -13,8 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from isotron.core import comm
+from isotron.core import shared_memory as shm
 from isotron.core.batch import Batch
-from isotron.core.mesh import ALONE, Mesh
+from isotron.core.mesh import ALONE, Group, Mesh
 from isotron.core.optim.build import make_optimizer
 from isotron.core.optim.config import OptimConfig
 from isotron.core.optim.schedules import ScheduleConfig
@@ -184,8 +187,21 @@ class _infinite_gradient:
         del self.flat._start
 
 
-def collectives(dtype: str, dim: int) -> dict[str, list[Any]]:
+@contextmanager
+def by_way_of(way: str) -> Iterator[None]:
+    """Messages go through the streams of ranks that meet in memory, through their slots, or over gloo."""
+    inline = 0 if way == "slots" else shm.INLINE
+    with patch.dict(os.environ, {shm.OFF: "1" if way == "gloo" else ""}), patch.object(shm, "INLINE", inline):
+        yield
+
+
+def collectives(dtype: str, dim: int, way: str) -> dict[str, list[Any]]:
     """Inputs and results of every collective over the world on this rank, as nested lists of float64."""
+    with by_way_of(way):
+        return _collectives(dtype, dim, way)
+
+
+def _collectives(dtype: str, dim: int, way: str) -> dict[str, list[Any]]:
     group = Mesh(dist.get_rank(), dp=dist.get_world_size()).group("dp")
     kind = getattr(torch, dtype)
     n, i = group.size, group.index
@@ -206,24 +222,39 @@ def collectives(dtype: str, dim: int) -> dict[str, list[Any]]:
         "broadcast": comm.broadcast(x.clone(), group, n - 1),
     }
     assert all(t.dtype == kind for t in got.values())
+    assert (group.line is None) == (way == "gloo")
     return {"x": x.tolist(), "flat": flat.tolist(), "cuts": cuts, **{k: t.tolist() for k, t in got.items()}}
 
 
-def small_sums(dtype: str) -> list[float]:
+def small_sums(dtype: str, way: str) -> list[float]:
     """256 on the first rank and 1 on the others, summed by every route."""
-    group = Mesh(dist.get_rank(), dp=dist.get_world_size()).group("dp")
-    x = torch.full((group.size,), 256.0 if group.index == 0 else 1.0, dtype=getattr(torch, dtype))
-    flat = comm.start_reduce_flat(x.clone(), list(range(group.size)) + [group.size], group).wait()
-    return [
-        float(comm.all_reduce(x.clone(), group)[0]),
-        float(comm.reduce_scatter(x.clone(), group, 0)[0]),
-        float(flat[0]),
-    ]
+    with by_way_of(way):
+        group = Mesh(dist.get_rank(), dp=dist.get_world_size()).group("dp")
+        x = torch.full((group.size,), 256.0 if group.index == 0 else 1.0, dtype=getattr(torch, dtype))
+        flat = comm.start_reduce_flat(x.clone(), list(range(group.size)) + [group.size], group).wait()
+        return [
+            float(comm.all_reduce(x.clone(), group)[0]),
+            float(comm.reduce_scatter(x.clone(), group, 0)[0]),
+            float(flat[0]),
+        ]
 
 
-def facts() -> tuple[Any, Any, list[float]]:
+def random_sums(way: str) -> str:
+    """The bits of a sum of random numbers, float32 and bfloat16."""
+    with by_way_of(way):
+        group = Mesh(dist.get_rank(), dp=dist.get_world_size()).group("dp")
+        x = torch.randn(500, generator=torch.Generator().manual_seed(group.index))
+        found = comm.all_reduce(x.clone(), group), comm.all_reduce(x.bfloat16(), group).float()
+    return str([t.view(torch.int32).tolist() for t in found])
+
+
+def facts(way: str) -> tuple[Any, Any, list[float]]:
     """gather_json, broadcast_json, and a ring of exchanges."""
-    group = Mesh(dist.get_rank(), dp=dist.get_world_size()).group("dp")
+    with by_way_of(way):
+        return _facts(Mesh(dist.get_rank(), dp=dist.get_world_size()).group("dp"))
+
+
+def _facts(group: Group) -> tuple[Any, Any, list[float]]:
     after, before = group.ranks[(group.index + 1) % group.size], group.ranks[group.index - 1]
     mine, theirs = torch.tensor([float(group.index)]), torch.empty(1)
     pending = comm.exchange([(mine, after)], [(theirs, before)], group)

@@ -16,8 +16,9 @@ Ranks = Callable[..., list[Any]]
 @pytest.mark.parametrize("world", [2, 3, 4])
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16", "int64"])
 @pytest.mark.parametrize("dim", [0, 1])
-def test_against_plain_sums(ranks: Ranks, world: int, dtype: str, dim: int) -> None:
-    results = ranks(world, bodies.collectives, dtype, dim)
+@pytest.mark.parametrize("way", ["streams", "slots", "gloo"])
+def test_against_plain_sums(ranks: Ranks, world: int, dtype: str, dim: int, way: str) -> None:
+    results = ranks(world, bodies.collectives, dtype, dim, way)
     xs = [np.array(r["x"], float) for r in results]
     flats = [np.array(r["flat"], float) for r in results]
     cuts = results[0]["cuts"]
@@ -35,18 +36,20 @@ def test_against_plain_sums(ranks: Ranks, world: int, dtype: str, dim: int) -> N
         np.testing.assert_array_equal(r["broadcast"], xs[-1])
 
 
+@pytest.mark.parametrize("way", ["streams", "slots", "gloo"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_sums_of_16_bits_are_formed_in_float32(ranks: Ranks, dtype: str) -> None:
+def test_sums_of_16_bits_are_formed_in_float32(ranks: Ranks, dtype: str, way: str) -> None:
     """256 + 1 is 256 in bfloat16, so 256 + 1 + 1 + 1 tells (the float32 sum 259 rounds to 260)."""
     want = 260.0 if dtype == "bfloat16" else 259.0
-    results = ranks(4, bodies.small_sums, dtype)
+    results = ranks(4, bodies.small_sums, dtype, way)
     assert [r[0] for r in results] == [want] * 4  # all_reduce on every rank
     assert results[0][1:] == [want, want]  # reduce_scatter and reduce_flat on the owner
 
 
-def test_facts_and_exchanges(ranks: Ranks) -> None:
+@pytest.mark.parametrize("way", ["streams", "gloo"])
+def test_facts_and_exchanges(ranks: Ranks, way: str) -> None:
     for world in (1, 2, 3):
-        results = ranks(world, bodies.facts if world > 1 else bodies.facts_alone)
+        results = ranks(world, bodies.facts, way) if world > 1 else ranks(1, bodies.facts_alone)
         if world == 1:
             assert results == [([{"rank": 0}], [0, "x"])]
             continue
@@ -54,3 +57,11 @@ def test_facts_and_exchanges(ranks: Ranks) -> None:
         assert all(r[0] is None for r in results[1:])
         assert all(r[1] == [0, "x"] for r in results)
         assert [r[2] for r in results] == [[float(i), float((i - 1) % world)] for i in range(world)]
+
+
+def test_sums_have_the_same_bits_on_every_rank_and_in_memory_as_over_gloo(ranks: Ranks) -> None:
+    """Two ranks' sum is the same either way; more are added in rank order in memory, so all have the same bits."""
+    for world in (2, 4):
+        memory, gloo = (ranks(world, bodies.random_sums, way) for way in ("slots", "gloo"))
+        assert len(set(memory)) == 1
+        assert world > 2 or memory == gloo

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from isotron import cli
 from isotron.config.check import finish
 from isotron.config.schema import RunConfig, changed
+from isotron.core import shared_memory as shm
 from isotron.core.mesh import Mesh
 from isotron.train.dryrun.rank import RankReport, dry, measure, microbatches, rounds
 from isotron.train.dryrun.reasons import REASONS
@@ -62,7 +64,8 @@ def config_of(name: str, axes: dict[str, Any], dtype: str = "bfloat16", batch: i
 
 
 def real(config: RunConfig) -> RankReport:
-    """What this rank of a real run keeps and sends."""
+    """What this rank of a real run over gloo keeps and sends."""
+    os.environ[shm.OFF] = "1"
     rank = dist.get_rank() if dist.is_initialized() else 0
     return measure(config, Mesh(rank, **config.layout.axes), microbatches(config))
 

@@ -115,7 +115,9 @@ def dry(config: RunConfig, rank: int) -> RankReport:
 
 @contextmanager
 def _alone(rank: int, world: int) -> Iterator[None]:
-    """A process group of `world` ranks, of which only this one is there; sums as on the CPU's back end."""
+    """A process group of `world` ranks, of which only this one is there; sums as on the CPU's back end over a network,
+    which makes more copies than ranks do that meet in memory.
+    """
     dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
     try:
         with patch.object(comm, "_is_gloo", lambda group: True), holding():
