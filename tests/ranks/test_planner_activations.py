@@ -131,8 +131,9 @@ def test_an_encoder_and_a_decoder(kind: str, recompute: str) -> None:
     ],
 )
 def test_softmaxes_norms_and_routers(name: str, model: dict[str, Any]) -> None:
-    halves = {"overlap_moe_expert_parallel_comm": name == "tiny-moe"}  # of a microbatch keep what the whole does
-    job = job_of(name, Layout(dp=1, make_vocab_size_divisible_by=1, **halves), "bfloat16", 0.0, **model)
+    halves = name == "tiny-moe"  # of a microbatch keep what the whole does
+    layout = Layout(dp=1, make_vocab_size_divisible_by=1, overlap_moe_expert_parallel_comm=halves)
+    job = job_of(name, layout, "bfloat16", 0.0, **model)
     check(job, saved(job))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from isotron.core.mesh import Mesh
 from isotron.core.models.gpt_config import GPTConfig
 from isotron.core.models.llama_config import LlamaConfig
+from isotron.core.nn.block import PreNormBlock
 from isotron.core.parallel.keep import shared_inputs
 from isotron.core.parallel.plan import Layout
 from isotron.planner.activations import stage_bytes
@@ -49,6 +51,31 @@ def test_a_norm_that_two_projections_form_again(ranks: Callable[..., list[Any]])
     layout = Layout(dp=2, zero=0, recompute="selective", make_vocab_size_divisible_by=8, ddp_bucket_size=3000)
     case = Case(LATENT, layout, 16, 1, 4, steps=1)
     assert not faults(ranks(2, measure, case)[0], reference_of(case))
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
+@pytest.mark.parametrize("model", [GPT, LLAMA], ids=["gpt", "llama"])
+def test_each_part_of_an_mlp_adds_to_its_gradients(ranks: Callable[..., list[Any]], model: Any, zero: int) -> None:
+    """16 slots in 3 parts; every weight is a bucket, whose sum over the ranks waits for the last part."""
+    layout = Layout(dp=2, zero=zero, mlp_chunks=3, make_vocab_size_divisible_by=8, ddp_bucket_size=300)
+    case = Case(model, layout, 16, 1, 4, steps=1)
+    assert not faults(ranks(2, measure, case)[0], reference_of(case))
+
+
+def measure_unsaid(case: Case) -> str:
+    """The error where an MLP in parts does not say that it adds several times."""
+    with patch.object(PreNormBlock, "_in_chunks", lambda block: ()):
+        try:
+            measure(case)
+        except RuntimeError as error:
+            return str(error)
+    return ""
+
+
+def test_a_gradient_that_comes_after_its_sum_has_begun_is_an_error(ranks: Callable[..., list[Any]]) -> None:
+    layout = Layout(dp=2, mlp_chunks=3, make_vocab_size_divisible_by=8, ddp_bucket_size=300)
+    said = ranks(2, measure_unsaid, Case(LLAMA, layout, 16, 1, 4, steps=1))
+    assert all("came after its sum over data-parallel ranks had begun" in text for text in said), said
 
 
 # gated and plain MLPs, explicit probabilities in the second

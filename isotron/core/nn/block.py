@@ -45,6 +45,16 @@ class PreNormBlock(nn.Module):
         self.mlp.recompute = "moe_act" in modules  # type: ignore[assignment]
         self.attention.core.recompute = "core_attn" in modules
 
+    def set_mlp_chunks(self, chunks: int) -> None:
+        """Compute the MLP in so many parts of the sequence; each adds to the gradients of what it goes through."""
+        self.mlp_chunks = chunks
+        for module in self._in_chunks() if chunks > 1 else ():
+            for p in module.parameters():
+                p.writes = chunks  # type: ignore[attr-defined]
+
+    def _in_chunks(self) -> tuple[nn.Module, ...]:
+        return self.mlp, self.mlp_norm
+
     @contextmanager
     def unasked(self, shape: torch.Size) -> Iterator[None]:
         """Around a second forward, which ends where nothing more is kept: what the MLP's last layer gives, of `shape`,
@@ -148,6 +158,9 @@ class SumNormBlock(PreNormBlock):
         alone = self.recompute_mlp or self.mlp_chunks > 1
         with super().unasked(shape) if alone else nullcontext():
             yield
+
+    def _in_chunks(self) -> tuple[nn.Module, ...]:
+        return (self.mlp,)
 
     def forward(self, x_BSD: Tensor, ctx: Context) -> Tensor:
         """x_BSD."""

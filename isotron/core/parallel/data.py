@@ -183,6 +183,7 @@ class Flat:
         self._at_once = at_once
         for bucket in self.buckets:
             bucket.begin()
+            self._unwatch(bucket)
             if bucket.streams and at_once:
                 self._watch(bucket)
 
@@ -228,6 +229,8 @@ class Flat:
         self._unwatch(bucket)
         if not bucket.streams:
             bucket.reducing = pending
+            for sink in bucket.sinks:
+                sink.on_write = _came_late
             return
         self._flying.append(pending)
         self._land(1 if self.plan.overlap else 0)
@@ -341,3 +344,8 @@ def _part(flat: Tensor, at: int, size: int, begins: int) -> Tensor:
 def _wait_all(buckets: Sequence[Bucket]) -> None:
     for bucket in buckets:
         bucket.wait_weights()
+
+
+def _came_late(sink: GradSink) -> None:
+    shape, rule = tuple(sink.buffer.shape), "what adds to it more than once in a backward says so (`writes`)"
+    raise RuntimeError(f"a gradient of shape {shape} came after its sum over data-parallel ranks had begun; {rule}")

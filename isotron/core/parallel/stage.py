@@ -272,7 +272,10 @@ def _set_policies(module: Decoder, layout: Layout, seed: int, tp: Group) -> None
             layer.backend = layout.attention_backend
         if isinstance(layer, PreNormBlock):
             layer.set_recompute(selective)
-            layer.mlp_chunks = layout.mlp_chunks
+            layer.set_mlp_chunks(layout.mlp_chunks)
+        if isinstance(layer, Decoder) and "mtp" in layer.ends:
+            for p in layer.head.parameters():  # the losses further ahead go through it too
+                p.writes = 1 + len(layer.mtp)  # type: ignore[arg-type, attr-defined]
 
 
 def _tie_groups(held: Holders, layout: Layout, mesh: Mesh) -> dict[str, Group]:
