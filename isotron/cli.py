@@ -6,6 +6,7 @@ corrected, 1 a run that failed. What is wrong is printed to stderr as three line
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import time
@@ -167,7 +168,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _open_standard_streams() -> None:
-    """Closed ones (`>&-`, some schedulers) become /dev/null: else the next file that is opened takes their place."""
+    """Closed ones (`>&-`, some schedulers) become /dev/null: else the next file that is opened takes their place. What
+    one cannot spell (`PYTHONIOENCODING=ascii`) is written as an escape: a letter is no reason to end a run.
+    """
     for number in (0, 1, 2):
         try:
             os.fstat(number)
@@ -175,6 +178,9 @@ def _open_standard_streams() -> None:
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # it gets the lowest free number: this one
     sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
     sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.encoding.lower() not in ("utf-8", "utf8"):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def report(refused: Refused) -> None:

@@ -40,8 +40,15 @@ READ_BYTES = 1 << 18
 
 
 def supported() -> bool:
-    """Whether this system has what it takes, and nobody has turned it off."""
-    return hasattr(os, "memfd_create") and os.environ.get(OFF, "") in ("", "0")
+    """Whether this system has what it takes (a sandbox may forbid it), and nobody has turned it off."""
+    if not hasattr(os, "memfd_create") or os.environ.get(OFF, "") not in ("", "0"):
+        return False
+    try:
+        os.close(os.memfd_create("isotron"))
+        _listener(os.urandom(16)).close()
+    except OSError:
+        return False
+    return True
 
 
 def place() -> bytes:
@@ -227,16 +234,20 @@ def meet(index: int, size: int, exchange: Callable[[bytes], list[bytes]], timeou
     """The line of `size` ranks; None where they cannot meet in memory. All call it; `exchange` takes
     this rank's 32 bytes and gives those of all.
     """
-    name, listener = os.urandom(16), None
-    if supported():
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        listener.bind(_address(name))
-        listener.listen(size)
+    name = os.urandom(16)
+    listener = _listener(name) if supported() else None
     cards = exchange(place() + name)
     if listener is None or len({card[:16] for card in cards}) > 1:
         return None
     with listener:
         return _connect(index, [card[16:] for card in cards], listener, timeout)
+
+
+def _listener(name: bytes) -> socket.socket:
+    made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    made.bind(_address(name))
+    made.listen(MOST_RANKS)
+    return made
 
 
 def _address(name: bytes) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -392,3 +393,11 @@ def test_blank_lines_of_stdin_are_no_prompts(monkeypatch):
 
     monkeypatch.setattr(sys, "stdin", StringIO("a b\n\n  \nc\n"))
     assert _from_stdin() == ("a b", "c")
+
+
+def test_a_letter_that_the_output_cannot_spell_is_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(written, encoding="ascii"))
+    cli._open_standard_streams()
+    print("caf\u00e9", flush=True)
+    assert written.getvalue() == b"caf\\xe9\n"

@@ -201,6 +201,15 @@ def test_who_is_elsewhere_or_has_turned_it_off_does_not_meet(monkeypatch: pytest
     assert shm.meet(0, 2, lambda card: [card, card], 1.0) is None
 
 
+def test_a_sandbox_without_it_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden(name: str) -> int:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "memfd_create", forbidden)
+    assert not shm.supported()
+    assert shm.meet(0, 2, lambda card: [card, card], 1.0) is None
+
+
 def test_nothing_is_left_open() -> None:
     def body(line: shm.Line) -> None:
         post = line.post(torch.zeros(shm.INLINE + 1, dtype=torch.uint8))
