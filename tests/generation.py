@@ -22,8 +22,8 @@ from isotron.core.models.llama_config import LlamaConfig
 from isotron.core.parallel.model import ParallelModel
 from isotron.core.parallel.plan import Layout
 from isotron.hub.reader import HFSource
-from isotron.inference.beam import Beams, search
-from isotron.inference.config import Ending, EngineConfig, Sampling, Wish, inference_layout
+from isotron.inference.beam import search
+from isotron.inference.config import Beams, Ending, EngineConfig, Sampling, Wish, inference_layout
 from isotron.inference.engine import Engine, Generated
 from isotron.tokenizers.null import NullTokenizer
 from isotron.train.verify import randomise

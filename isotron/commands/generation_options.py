@@ -8,7 +8,7 @@ from typing import Any
 from isotron.config.argv import Parsed
 from isotron.config.catalogue import Option
 from isotron.core.errors import Problem
-from isotron.inference.config import MOST_BEAMS, MOST_PENALTY, Ending, EngineConfig, Sampling, Wish
+from isotron.inference.config import Beams, Ending, EngineConfig, Sampling, Wish
 
 CHOICE = {
     o.name: o
@@ -61,21 +61,19 @@ def settled(values: dict[str, Any], parsed: Parsed) -> list[Problem]:
     wish = Wish(choice, ending, values["n"], values["best_of"], tops=values["logprobs"], grammar=values["grammar"])
     problems += more
     problems += wish.problems() if values["num_beams"] == 1 else [*choice.problems(), *ending.problems()]
-    return [*problems, *_beams(values), *engine_problems(values)]
+    return [*problems, *_beams(values, wish), *engine_problems(values)]
 
 
-def _beams(values: dict[str, Any]) -> list[Problem]:
-    """Every problem of a beam search that its options alone show."""
-    beams, penalty, guesses = values["num_beams"], values["length_penalty"], values["speculate"]
-    rules = (
-        (f"--num-beams {beams}", 1 <= beams <= MOST_BEAMS, f"1 means no beam search, and {MOST_BEAMS} are the most",
-         "--num-beams 4"),
-        (f"--length-penalty {penalty}", -MOST_PENALTY <= penalty <= MOST_PENALTY,
-         f"scores are divided by length to this power, from -{MOST_PENALTY} to {MOST_PENALTY}", "--length-penalty 1"),
-        (f"--num-beams {beams} --speculate {guesses}", beams == 1 or guesses in ("auto", "none"),
-         "beams are extended one token at a time, without guesses", "--speculate none"),
-    )  # fmt: skip
-    return [Problem(asked, case, fix) for asked, fine, case, fix in rules if not fine]
+def _beams(values: dict[str, Any], wish: Wish) -> list[Problem]:
+    """Every problem of a beam search, where one is asked for."""
+    beams, guesses = Beams(values["num_beams"], values["length_penalty"]), values["speculate"]
+    if beams.count == 1:
+        return []
+    problems = beams.problems(wish)
+    if guesses not in ("auto", "none"):
+        case = "beams are extended one token at a time, without guesses"
+        problems.append(Problem(f"--num-beams {beams.count} --speculate {guesses}", case, "--speculate none"))
+    return problems
 
 
 def engine_problems(values: dict[str, Any]) -> list[Problem]:

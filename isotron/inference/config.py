@@ -187,3 +187,29 @@ def inference_layout(layout: Layout) -> Layout:
         overlap_grad_reduce=False,
         overlap_param_gather=False,
     )
+
+
+@dataclass(frozen=True)
+class Beams:
+    """count: beams. length_penalty: above 0 favours long answers. early_stopping: end as soon as `count` answers are
+    finished, else when no beam at its present length could be better than the worst of them."""
+
+    count: int = 4
+    length_penalty: float = 1.0
+    early_stopping: bool = False
+
+    def problems(self, wish: Wish) -> list[Problem]:
+        """Every value that does not fit."""
+        rules = (
+            (f"--num-beams {self.count}", 1 <= self.count <= MOST_BEAMS,
+             f"at least one beam is kept, and at most {MOST_BEAMS}", "--num-beams 4"),
+            (f"--length-penalty {self.length_penalty}", abs(self.length_penalty) <= MOST_PENALTY,
+             f"scores are divided by length to this power, at most {MOST_PENALTY}", "--length-penalty 1"),
+            (f"--n {wish.n} --num-beams {self.count}", wish.n <= self.count,
+             "the n best answers are taken of the beams", f"--num-beams {wish.n}"),
+            (f"--num-beams {self.count} --temperature {wish.sampling.temperature}", wish.sampling.temperature == 0,
+             "beam search draws nothing", "--temperature 0"),
+            (f"--num-beams {self.count} with --stop, --json-schema or --regex",
+             not wish.ending.stop and wish.grammar is None, "beams end at tokens", "--stop-ids"),
+        )  # fmt: skip
+        return [Problem(asked, case, fix) for asked, fine, case, fix in rules if not fine]

@@ -25,8 +25,8 @@ from isotron.core.parallel.model import ParallelModel
 from isotron.hub.folder import end_tokens
 from isotron.hub.foreign import foreign_source, is_foreign
 from isotron.hub.opened import ORIGIN
-from isotron.inference.beam import Beams, search
-from isotron.inference.config import Ending, EngineConfig, Sampling, Wish
+from isotron.inference.beam import search
+from isotron.inference.config import Beams, Ending, EngineConfig, Sampling, Wish
 from isotron.inference.engine import Engine
 from isotron.inference.pairs import PairEngine
 from isotron.inference.row import Row

@@ -11,8 +11,8 @@ import torch
 from isotron.core.batch import Batch
 from isotron.core.device import has_packed_products
 from isotron.core.errors import Refused
-from isotron.inference.beam import Beams, search
-from isotron.inference.config import Ending, EngineConfig, Sampling, Wish
+from isotron.inference.beam import search
+from isotron.inference.config import Beams, Ending, EngineConfig, Sampling, Wish
 from isotron.inference.engine import Engine
 from isotron.inference.packed import TRIES, Product, worthwhile
 from isotron.inference.pages import Pages
