@@ -129,13 +129,9 @@ def start_all_gather(x: Tensor, group: Group, dim: int) -> Pending:
     if (post := _post(x, group)) is not None:
         return _met(post, lambda parts: torch.cat([part.view(x.shape) for part in parts], dim), x.dtype)
     out = x.new_empty((group.size, *x.shape))
-    work = _gather_into(out.view(group.size * x.shape[0], *x.shape[1:]), x.contiguous(), group)
-    return Pending((work,), lambda: out.movedim(0, dim).flatten(dim, dim + 1))
-
-
-def _gather_into(out: Tensor, x: Tensor, group: Group) -> Any:
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    return gather(out, x, group.handle, async_op=True)
+    work = gather(out.view(group.size * x.shape[0], *x.shape[1:]), x.contiguous(), group.handle, async_op=True)
+    return Pending((work,), lambda: out.movedim(0, dim).flatten(dim, dim + 1))
 
 
 def all_gather(x: Tensor, group: Group, dim: int) -> Tensor:
@@ -159,23 +155,15 @@ def start_reduce_scatter(x: Tensor, group: Group, dim: int) -> Pending:
         return done(x)
     parts = x.unflatten(dim, (group.size, -1)).movedim(dim, 0)
     if (post := _post(parts, group, rows=True)) is not None:
-        return _met(post, partial(_own_row, group.index, parts.shape[1:]), x.dtype)
-    parts = parts.contiguous()
-    received = torch.empty_like(parts)
+        return _met(post, lambda found: _sum_parts(found).view(parts.shape[1:]), x.dtype)
+    sent = parts.contiguous()
+    received = torch.empty_like(sent)
     if _is_gloo(group):
-        work = dist.all_to_all_single(received, parts, group=group.handle, async_op=True)
+        work = dist.all_to_all_single(received, sent, group=group.handle, async_op=True)
         return Pending((work,), lambda: _sum_parts(received))
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    work = scatter(received[0], parts.flatten(0, 1), group=group.handle, async_op=True)
+    work = scatter(received[0], sent.flatten(0, 1), group=group.handle, async_op=True)
     return Pending((work,), lambda: received[0])
-
-
-def _own_row(index: int, shape: torch.Size, parts: list[Tensor]) -> Tensor:
-    """The sum of everybody's row `index`, of `shape`; of a small message the parts are these rows."""
-    wanted = shape.numel()
-    return _sum_parts([p if p.numel() == wanted else p[index * wanted : (index + 1) * wanted] for p in parts]).view(
-        shape
-    )
 
 
 def reduce_scatter(x: Tensor, group: Group, dim: int) -> Tensor:

@@ -52,21 +52,21 @@ def supported() -> bool:
 
 
 def place() -> bytes:
-    """16 bytes that processes share when they can meet in memory (one kernel, one space of sockets, one user); else
-    random ones.
-    """
+    """16 bytes that processes share when they can meet in memory (one kernel, one space of sockets, one user)."""
     here = [Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net")]
-    if not supported() or not all(path.exists() for path in here):
+    if not all(path.exists() for path in here):
         return os.urandom(16)
     said = f"{here[0].read_text(encoding='ascii')} {here[1].stat().st_ino} {os.getuid()}"
     return hashlib.sha256(said.encode()).digest()[:16]
 
 
 class Post:
-    """A message of every rank under way: `wait`, take `parts`, then `done`. Bytes of rank i: `sizes[i]`."""
+    """A message of every rank under way: `wait`, take `parts`, then `done`. For this rank there are `sizes[i]` bytes
+    of rank i's, of a large message from byte `start` on.
+    """
 
-    def __init__(self, line: Line, sizes: Sequence[int], number: int | None, own: Tensor) -> None:
-        self.line, self.sizes, self.number = line, sizes, number
+    def __init__(self, line: Line, sizes: Sequence[int], number: int | None, own: Tensor, start: int = 0) -> None:
+        self.line, self.sizes, self.number, self.start = line, sizes, number, start
         self.parts_here = [own] * len(sizes)
 
     def is_completed(self) -> bool:
@@ -78,8 +78,8 @@ class Post:
         self.line.arrived(self, time.monotonic() + self.line.timeout)
 
     def parts(self) -> list[Tensor]:
-        """Every rank's bytes, in rank order. Large ones are the others' memory: read only, until `done`."""
-        return self.parts_here if self.number is None else self.line.read(self.number, self.sizes)
+        """The bytes of every rank, in rank order. Large ones are the others' memory: read only, until `done`."""
+        return self.parts_here if self.number is None else self.line.read(self.number, self.start, self.sizes)
 
     def done(self) -> None:
         """The parts have been read."""
@@ -111,20 +111,18 @@ class Line:
     # ---- sending ---------------------------------------------------------------------------------------------------
 
     def post(self, x: Tensor, sizes: Sequence[int] | None = None, rows: bool = False) -> Post:
-        """Give `x` to everybody. `sizes`: bytes of every rank's, where they differ. `rows`: of x, row i is for rank i;
-        then the parts of a small message are rows, those of a large one everybody's whole x.
-        """
+        """Give `x` to everybody. `sizes`: bytes of each rank's, where they differ. `rows`: row i of x is for rank i."""
         if sizes is None:
             sizes = [x.numel() * x.element_size()] * self.size
+        parts = [size // self.size for size in sizes] if rows else sizes
         if max(sizes) > INLINE:
-            post = Post(self, sizes, self._write(x), x)
+            post = Post(self, parts, self._write(x), x, self.index * parts[self.index] if rows else 0)
             for i in self._streams:
                 self._send(i, TOKEN)
         else:
             data = x.detach().reshape(-1).view(torch.uint8).clone()  # numpy() takes a storage's right to be resized
             each = list(data.view(self.size, -1)) if rows else [data] * self.size
-            own = each[self.index]
-            post = Post(self, [size // self.size for size in sizes] if rows else sizes, None, own)
+            post = Post(self, parts, None, each[self.index])
             for i in self._streams:
                 self._send(i, each[i].numpy().data)
         self._under_way.append(post)
@@ -210,10 +208,10 @@ class Line:
 
     # ---- slots -----------------------------------------------------------------------------------------------------
 
-    def read(self, number: int, sizes: Sequence[int]) -> list[Tensor]:
+    def read(self, number: int, start: int, sizes: Sequence[int]) -> list[Tensor]:
         """A large message where it lies."""
-        start = FRONT + number % SLOTS * SLOT
-        return [memory[start : start + size] for memory, size in zip(self._memory, sizes, strict=True)]
+        at = FRONT + number % SLOTS * SLOT + start
+        return [memory[at : at + size] for memory, size in zip(self._memory, sizes, strict=True)]
 
     def was_read(self, number: int) -> None:
         """Say so: this rank has read every message before the first that it has not."""
@@ -236,7 +234,7 @@ def meet(index: int, size: int, exchange: Callable[[bytes], list[bytes]], timeou
     """
     name = os.urandom(16)
     listener = _listener(name) if supported() else None
-    cards = exchange(place() + name)
+    cards = exchange((os.urandom(16) if listener is None else place()) + name)
     if listener is None or len({card[:16] for card in cards}) > 1:
         return None
     with listener:
