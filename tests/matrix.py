@@ -47,6 +47,8 @@ AXES = {
     "recompute": ("none", "selective", "full"),
     "schedule": ("1f1b", "gpipe"),
     "overlap": (True, False),
+    "mlp_chunks": (1, 3),
+    "messages": ("memory", "gloo"),
 }
 
 
@@ -65,6 +67,7 @@ def layout_of(choice: Choice) -> Layout:
         zero=choice["zero"],
         schedule="auto" if "vpp" in sizes else choice["schedule"],
         recompute=choice["recompute"],
+        mlp_chunks=choice["mlp_chunks"],
         make_vocab_size_divisible_by=8,
         overlap_grad_reduce=overlap,
         overlap_param_gather=overlap,
@@ -109,7 +112,9 @@ def scheduled(layout: Layout, schedule: str, pp: int = 2) -> tuple[Layout, int]:
     return replace(layout, pp=pp, schedule=schedule, vpp=vpp), pp * chunks
 
 
-def equals_one_process(ranks: Callable[..., list[Any]], case: Case, name: str) -> None:
-    """The matrix's judgement of a case: nothing differs from one process."""
-    bad = faults(ranks(case.layout.world, measure, case, timeout=120)[0], reference_of(case))
+def equals_one_process(
+    ranks: Callable[..., list[Any]], case: Case, name: str, body: Callable[[Case], Measured] = measure
+) -> None:
+    """The matrix's judgement of a case, which `body` measures on the ranks: nothing differs from one process."""
+    bad = faults(ranks(case.layout.world, body, case, timeout=120)[0], reference_of(case))
     assert not bad, f"{name}: {len(bad)} rows differ from one process, worst first\n" + "\n".join(bad[:8])

@@ -25,7 +25,7 @@ from isotron.core.parallel.model import ParallelModel
 from isotron.core.parallel.pipeline import runtime
 from isotron.core.precision.scaler import LossScaler
 from isotron.train.step import StepResult, train_step
-from isotron.train.verify import Case, microbatches, randomise
+from isotron.train.verify import Case, Measured, measure, microbatches, randomise
 
 
 def build(case: Case) -> ParallelModel:
@@ -193,6 +193,12 @@ def by_way_of(way: str) -> Iterator[None]:
     inline = 0 if way == "slots" else shm.INLINE
     with patch.dict(os.environ, {shm.OFF: "1" if way == "gloo" else ""}), patch.object(shm, "INLINE", inline):
         yield
+
+
+def measured_over_gloo(case: Case) -> Measured:
+    """A case of ranks that do not meet in memory."""
+    with by_way_of("gloo"):
+        return measure(case)
 
 
 def collectives(dtype: str, dim: int, way: str) -> dict[str, list[Any]]:

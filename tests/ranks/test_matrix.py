@@ -10,12 +10,15 @@ from typing import Any
 
 import pytest
 
+from isotron.train.verify import measure
 from tests.covering import Case as Choice
 from tests.covering import covering, product_of, uncovered
 from tests.matrix import AXES, LAYOUTS, case_of, equals_one_process, legal
+from tests.ranks.bodies import measured_over_gloo
 
 PAIRS = covering(AXES, legal)
-REST = [choice for choice in product_of(AXES, legal) if choice not in PAIRS]
+WHOLE = {**AXES, "mlp_chunks": (1,), "messages": ("memory",)}  # of these the pairs suffice
+REST = [choice for choice in product_of(WHOLE, legal) if choice not in PAIRS]
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -26,12 +29,13 @@ def world_of(choice: Choice) -> int:
 
 
 def name_of(choice: Choice) -> str:
-    short = {"microbatch": "mb", "zero": "zero", "overlap": "overlap"}
+    short = {"microbatch": "mb", "zero": "zero", "overlap": "overlap", "mlp_chunks": "chunks"}
     return "-".join(f"{short[k]}{int(v)}" if k in short else str(v) for k, v in choice.items())
 
 
 def check(ranks: Callable[..., list[Any]], choice: Choice, steps: int = 2) -> None:
-    equals_one_process(ranks, case_of(choice, steps), name_of(choice))
+    body = measured_over_gloo if choice["messages"] == "gloo" else measure
+    equals_one_process(ranks, case_of(choice, steps), name_of(choice), body)
 
 
 def test_every_pair_of_features_is_covered() -> None:
