@@ -9,7 +9,7 @@ import torch
 
 from isotron.core.mesh import ALONE
 from isotron.train.verify import Case, Measured, compare, microbatches, sample
-from tests.matrix import MODELS, as_reference, case_of, faults
+from tests.matrix import AXES, MODELS, as_reference, case_of, faults
 
 
 def measured() -> Measured:
@@ -56,8 +56,7 @@ def test_a_tiny_gradient_is_held_against_the_others() -> None:
 
 
 def test_samples_have_unequal_numbers_of_tokens() -> None:
-    case = Case(MODELS["gpt"], case_of({"layout": "1", "model": "gpt", "microbatch": 1, "zero": 0,
-                "recompute": "none", "schedule": "1f1b", "overlap": True}).layout, sequence=16)  # fmt: skip
+    case = case_of({axis: values[0] for axis, values in AXES.items()})
     counts = [int(sample(case, i)[1].sum()) for i in range(8)]
     assert counts[3] == counts[7] == 0 and len(set(counts)) > 3
     assert as_reference(case).micro_batch == 1
