@@ -101,10 +101,11 @@ def _time(work: Callable[[], object]) -> float:
 
 
 def step_flops() -> float:
-    """Forward and backward, matrix products only."""
+    """Forward and backward, matrix products only; of attention the half that a causal mask leaves."""
     c = CONFIG
     layer = c.hidden_size * (c.num_attention_heads + 2 * c.kv_heads) * c.head_size
     layer += c.hidden_size * c.num_attention_heads * c.head_size + 3 * c.hidden_size * c.ffn
+    layer += c.num_attention_heads * c.head_size * SEQUENCE  # scores and their sums over S/2 keys: 2 x S/2 x H x N
     per_token = 6 * (c.num_layers * layer + c.hidden_size * c.vocab_size)
     return float(per_token * ROWS * SEQUENCE)
 

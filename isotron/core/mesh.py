@@ -121,7 +121,7 @@ class Mesh:
         torch names a group by its ranks and by how many groups the process has, so whoever is not in it makes another.
         """
         along = self.ranks_along(axis)
-        ranks = tuple(along[i] for i in dict.fromkeys(indices))
+        ranks = tuple(along[i] for i in sorted(set(indices)))
         if self.rank in ranks:
             return self.group_of(ranks)
         if 1 < len(ranks) < len(along) and ranks not in self._passed:
@@ -130,8 +130,12 @@ class Mesh:
         return None
 
     def group_of(self, ranks: Iterable[int]) -> Group:
-        """The group of exactly these ranks (this one among them)."""
+        """The group of exactly these ranks (this one among them), ascending: torch sorts those of its groups, and what
+        is gathered would come in another order than the members stand in here.
+        """
         ranks = tuple(ranks)
+        if list(ranks) != sorted(set(ranks)):
+            raise ValueError(f"the ranks of a group ascend: {ranks}")
         if ranks not in self._made:
             self._made[ranks] = joined(ranks, ranks.index(self.rank), self._connect(ranks))
         return self._made[ranks]
@@ -148,16 +152,16 @@ def joined(ranks: tuple[int, ...], index: int, handle: dist.ProcessGroup | None)
     """A group whose members meet in memory where they can. They all call it: nothing may wait for others later on."""
     line = None
     if handle is not None and len(ranks) <= MOST_RANKS and dist.get_backend(handle) == "gloo":
-        line = meet(index, len(ranks), partial(_exchange, handle, ranks), _timeout(handle))
+        line = meet(index, len(ranks), partial(_exchange, handle, len(ranks)), _timeout(handle))
     return Group(ranks, index, handle, line)
 
 
-def _exchange(handle: dist.ProcessGroup, ranks: tuple[int, ...], card: bytes) -> list[bytes]:
-    """Everybody's card, in the order of `ranks`; torch sorts those of a process group."""
+def _exchange(handle: dist.ProcessGroup, size: int, card: bytes) -> list[bytes]:
+    """Everybody's card, in rank order."""
     own = torch.frombuffer(bytearray(card), dtype=torch.uint8)
-    every = [torch.empty_like(own) for _ in ranks]
+    every = [torch.empty_like(own) for _ in range(size)]
     dist.all_gather(every, own, handle)
-    return [bytes(every[dist.get_group_rank(handle, rank)].tolist()) for rank in ranks]
+    return [bytes(other.tolist()) for other in every]
 
 
 def _timeout(handle: Any) -> float:

@@ -94,7 +94,7 @@ CHAT = {
     "messages": ("a list of messages", lambda v: isinstance(v, list) and bool(v) and all(map(_is_message, v))),
     "max_completion_tokens": ("a whole number", _whole),
     "logprobs": ("true or false", lambda v: isinstance(v, bool)),
-    "top_logprobs": ("a whole number", _whole),
+    "top_logprobs": ("a whole number from 0 to 20", lambda v: _whole(v) and 0 <= v <= 20),
 }
 
 

@@ -94,52 +94,32 @@ def _prepare(
     watchdog: Watchdog,
     stack: ExitStack,
 ) -> Run:
+    """Model, checkpoint, data and what watches over them, in this order."""
     say: Callable[[str], None] = tell if world.rank == 0 else lambda _: None
-    tokenizer = _tokenizer(config)
-    for line in () if tokenizer is None else tokenizer.notes:
-        say(f"isotron: {line}")
-    config = with_vocabulary(config, tokenizer)
-    layout = config.layout
-    mesh = Mesh(world.rank, **layout.axes)
-    dtype = devices.dtype_of(config.train.dtype)
-    model = ParallelModel(config.model, layout, mesh, dtype, device, config.train.seed, config.optim.freeze)
-    scale_initial(model, config.optim)
-    optimizer = make_optimizer(model, config.optim)
-    state = TrainState(config, model, optimizer, LossScaler.for_run(config.train.dtype, config.optim))
-    for line in start_lines(config, model, mesh.size):
-        say(f"isotron: {line}")
+    tokenizer = _tokenizer(config, say)
+    state = _built(with_vocabulary(config, tokenizer), world, device, say)
+    config = state.config
     saves = Path(config.checkpoint.save or directory)
     scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-    apart = GroupRanks(mesh.apart()) if config.checkpoint.async_save or config.checkpoint.local_save else None
+    apart = (
+        GroupRanks(state.model.mesh.apart()) if config.checkpoint.async_save or config.checkpoint.local_save else None
+    )
     near = nearby(config, saves, world, apart, say)
     loaded = resume(state, near, scratch, say)
     before, state.segments = state.segments, extended(state.segments, needed_samples(state))
     for line in longer_lines(before, state.segments):
         say(f"isotron: {line}")
-    claim(state.ranks, {"--run-dir": directory, "--save": saves}, stack)
-    far = config.checkpoint.remote_save
-    together(state.ranks, f"copies at {far}", lambda: try_remote(far) if far and world.rank == 0 else None)
-    check_space(state, saves)
+    _take_places(state, directory, saves, world, stack)
     stacks = Stacks(directory / "stacks", world.rank)
     stack.enter_context(stacks.listening(state.ranks))
     watchdog.survey = stacks.collect
-    eod = None if tokenizer is None else tokenizer.eod
     train_data, valid_data = datasets(state, tokenizer, say)
-    if world.rank == 0:
-        (directory / "config.toml").write_text(to_toml(config), encoding="utf-8")
     files = {**tokenizer_files(tokenizer, scratch), **origin_files(loaded, scratch)}
+    metrics = _metrics(state, directory, world, device, stack)
     say(f"isotron: metrics in {directory / FILE}")
-    metrics = Metrics(directory, config.log, world.rank == 0, state.step)
-    stack.callback(metrics.close)
-    peak = peak_flops(devices.device_name(device), config.train.dtype)
-    facts = {**asdict(layout), "schedule": layout.schedule_name}
-    metrics.start(state.step, config.train.train_iters, mesh.size, facts, peak, (state.skipped, state.nan))
-    guard = FiniteGuard(state.skipped, state.nan)
+    leads = {"far": world.rank == 0, "near": near is not None and near.leads}
+    next_loss = NextLoss(leads, first_loss(state, loaded), config.train.dtype)
     saved = state.step if loaded is not None and loaded.resolve().parent == saves.resolve() else -1
-    expected = first_loss(state, loaded)
-    next_loss = NextLoss(
-        {"far": world.rank == 0, "near": near is not None and near.leads}, expected, config.train.dtype
-    )
     saver = background(config, apart, stack)
     where = Saves(state, saves, files, metrics, watchdog, saver, saved, next_loss, near=near)
     judge = Judge(config.faults, state.recent, where.wait_staged, lambda: state.scaler.can_fall)
@@ -150,9 +130,44 @@ def _prepare(
         state.segments = extended(state.segments, needed_samples(state))
         return datasets(state, tokenizer, say)
 
-    deadline = Deadline(config.faults.exit_duration_in_mins)
+    guard, deadline = FiniteGuard(state.skipped, state.nan), Deadline(config.faults.exit_duration_in_mins)
+    eod = None if tokenizer is None else tokenizer.eod
     reporting = (metrics, stop, watchdog, guard, judge, injector, deadline)
     return Run(state, train_data, valid_data, eod, where, *reporting, rebuild)
+
+
+def _built(config: RunConfig, world: World, device: Any, say: Callable[[str], None]) -> TrainState:
+    """Step 0: this rank's part of the model with its first weights, and its optimizer."""
+    mesh = Mesh(world.rank, **config.layout.axes)
+    dtype = devices.dtype_of(config.train.dtype)
+    model = ParallelModel(config.model, config.layout, mesh, dtype, device, config.train.seed, config.optim.freeze)
+    scale_initial(model, config.optim)
+    optimizer = make_optimizer(model, config.optim)
+    for line in start_lines(config, model, mesh.size):
+        say(f"isotron: {line}")
+    return TrainState(config, model, optimizer, LossScaler.for_run(config.train.dtype, config.optim))
+
+
+def _take_places(state: TrainState, directory: Path, saves: Path, world: World, stack: ExitStack) -> None:
+    """The directories of this run, which no other may write to and where what it saves must fit."""
+    claim(state.ranks, {"--run-dir": directory, "--save": saves}, stack)
+    far = state.config.checkpoint.remote_save
+    together(state.ranks, f"copies at {far}", lambda: try_remote(far) if far and world.rank == 0 else None)
+    check_space(state, saves)
+
+
+def _metrics(state: TrainState, directory: Path, world: World, device: Any, stack: ExitStack) -> Metrics:
+    """The run's record, begun, and its config beside it."""
+    config, layout = state.config, state.config.layout
+    if world.rank == 0:
+        (directory / "config.toml").write_text(to_toml(config), encoding="utf-8")
+    metrics = Metrics(directory, config.log, world.rank == 0, state.step)
+    stack.callback(metrics.close)
+    peak = peak_flops(devices.device_name(device), config.train.dtype)
+    facts = {**asdict(layout), "schedule": layout.schedule_name}
+    ranks = state.model.mesh.size
+    metrics.start(state.step, config.train.train_iters, ranks, facts, peak, (state.skipped, state.nan))
+    return metrics
 
 
 def background(config: RunConfig, apart: GroupRanks | None, stack: ExitStack) -> BackgroundSaver | None:
@@ -164,11 +179,14 @@ def background(config: RunConfig, apart: GroupRanks | None, stack: ExitStack) ->
     return saver
 
 
-def _tokenizer(config: RunConfig) -> Tokenizer | None:
+def _tokenizer(config: RunConfig, say: Callable[[str], None]) -> Tokenizer | None:
     given = config.tokenizer
     if config.data.mock_data and not (given.tokenizer_model or given.vocab_file):
         return None
-    return build_tokenizer(given, config.model.vocab_size)
+    tokenizer = build_tokenizer(given, config.model.vocab_size)
+    for line in tokenizer.notes:
+        say(f"isotron: {line}")
+    return tokenizer
 
 
 def with_vocabulary(config: RunConfig, tokenizer: Tokenizer | None) -> RunConfig:

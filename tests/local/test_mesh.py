@@ -66,3 +66,13 @@ def test_neighbours_that_share_a_key_value_head() -> None:
     assert Mesh(13, tp=8, pp=2).subgroup("tp", 2).ranks == (12, 13)
     mesh = Mesh(5, tp=8)
     assert mesh.subgroup("tp", 8) is mesh.group("tp")  # made once
+
+
+def test_the_members_of_a_group_stand_in_the_order_in_which_torch_gathers() -> None:
+    """A tie of the last stage with the first, as a table names it; and no group may be asked for otherwise."""
+    mesh = Mesh(0, pp=3)
+    tied = mesh.places("pp", [2, 0, 2])
+    assert tied is not None and tied.ranks == (0, 2)
+    for ranks in ((1, 0), (0, 0)):
+        with pytest.raises(ValueError, match="ascend"):
+            mesh.group_of(ranks)

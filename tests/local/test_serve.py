@@ -154,6 +154,12 @@ def test_messages_that_are_none(address):
         assert call(address, "POST", "/v1/chat/completions", body)[0] == 400
 
 
+def test_a_refusal_names_the_field_that_was_sent(address):
+    body = {"messages": [{"role": "user", "content": "x"}], "logprobs": True, "top_logprobs": 21}
+    found, reply = call(address, "POST", "/v1/chat/completions", body)
+    assert found == 400 and reply["error"]["param"] == "top_logprobs" and "0 to 20" in reply["error"]["message"]
+
+
 def test_a_client_that_leaves_within_its_body_is_no_failure_of_the_server(address, caplog):
     cancelled, failed = (f'isotron_requests_total{{outcome="{name}"}}' for name in ("cancelled", "failed"))
     before = metrics(address)
