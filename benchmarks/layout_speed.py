@@ -1,7 +1,7 @@
 """Two processes of one thread each beside one process of two threads: same model, same global batch, one interleaved
 run.
 
-    python benchmarks/layout_speed.py [--dtype float32|bfloat16] [--rounds 3] [--steps 2] [--json]
+    python benchmarks/layout_speed.py [--dtype float32|bfloat16] [--rounds 3] [--steps 2] [--only pp2] [--json]
 
 The model is that of `train_speed.py`, the heap that of `isotron train`. Quoted are ratios of medians of step times.
 """
@@ -36,8 +36,9 @@ CONTENDERS = {
     "1 process, 2 threads": (Layout(dp=1), 4, 2),
     "dp2": (Layout(dp=2), 2, 1),
     "tp2+sp": (Layout(tp=2, dp=1, sequence_parallel=True), 4, 1),
-    "pp2, 4 microbatches": (Layout(pp=2, dp=1), 1, 1),
-    "pp2 zb-h1, 4 microbatches": (Layout(pp=2, dp=1, schedule="zb-h1"), 1, 1),
+    "pp2, 4 microbatches": (Layout(pp=2, dp=1, layer_split="balanced"), 1, 1),
+    "pp2 zb-h1, 4 microbatches": (Layout(pp=2, dp=1, layer_split="balanced", schedule="zb-h1"), 1, 1),
+    "pp2 even, 4 microbatches": (Layout(pp=2, dp=1), 1, 1),
 }
 
 
@@ -77,12 +78,14 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--only", default="", help="layouts whose names begin so, beside one process")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     heap.start_again()
-    times: dict[str, list[float]] = {name: [] for name in CONTENDERS}
+    chosen = {name: c for name, c in CONTENDERS.items() if name.startswith(("1 process", args.only))}
+    times: dict[str, list[float]] = {name: [] for name in chosen}
     for _ in range(args.rounds):
-        for name, (layout, micro, threads) in CONTENDERS.items():
+        for name, (layout, micro, threads) in chosen.items():
             per_rank = run_ranks(layout.world, body, layout, micro, threads, args.dtype, args.steps, timeout=300.0)
             times[name] += [max(step) for step in zip(*per_rank, strict=True)]
     medians = {name: statistics.median(t) for name, t in times.items()}

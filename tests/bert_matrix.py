@@ -23,7 +23,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "TP4+SP": {"tp": 4, "sequence_parallel": True},
     "PP4": {"pp": 4},
     "TP2+SPxPP2-uneven": {"tp": 2, "pp": 2, "sequence_parallel": True, "layers_per_stage": (4, 1)},
-    "PP2x2chunks": {"pp": 2, "vpp": 2},
+    "PP2x2chunks-halves": {"pp": 2, "vpp": 2, "layers_per_stage": (0.5, 1.5, 2, 1)},
     "TP2-zb-h1": {"tp": 2, "pp": 2, "schedule": "zb-h1", "deferred_logits": 0},
     "PP2xDP2-zbv": {"pp": 2, "dp": 2, "schedule": "zbv"},
     "CP2": {"cp": 2, "cp_comm_type": ("p2p", "allgather", "a2a")},

@@ -11,6 +11,7 @@ from isotron.core.models.gpt_config import GPTConfig
 from isotron.core.models.llama_config import LlamaConfig
 from isotron.core.parallel.pipeline.registry import SCHEDULES
 from isotron.core.parallel.plan import Layout
+from isotron.core.parallel.split import even_counts
 from isotron.train.verify import Case, Measured, compare, measure
 from tests.covering import Case as Choice
 
@@ -49,20 +50,21 @@ AXES = {
     "overlap": (True, False),
     "mlp_chunks": (1, 3),
     "messages": ("memory", "gloo"),
+    "halves": (False, True),
 }
 
 
 def legal(choice: Choice) -> bool:
-    """GPipe has one stage per rank; ranks without data parallelism have nothing to shard."""
+    """GPipe has one stage per rank; one stage has nobody to share a block with."""
     layout = LAYOUTS[choice["layout"]]
-    return not (layout.get("vpp") and choice["schedule"] == "gpipe")
+    return not (layout.get("vpp") and choice["schedule"] == "gpipe") and ("pp" in layout or not choice["halves"])
 
 
 def layout_of(choice: Choice) -> Layout:
     """The layout of a choice. Buckets are small, so that every stage has several."""
     sizes = LAYOUTS[choice["layout"]]
     overlap = choice["overlap"]
-    return Layout(
+    found = Layout(
         **{"dp": 1, **sizes},  # type: ignore[arg-type]
         zero=choice["zero"],
         schedule="auto" if "vpp" in sizes else choice["schedule"],
@@ -73,6 +75,13 @@ def layout_of(choice: Choice) -> Layout:
         overlap_param_gather=overlap,
         ddp_bucket_size=3000,
     )
+    return with_halves(found, MODELS[choice["model"]].num_layers) if choice["halves"] else found
+
+
+def with_halves(layout: Layout, blocks: int) -> Layout:
+    """Every stage but the last ends half a block before it would."""
+    even = even_counts(blocks, layout.stages)
+    return replace(layout, layers_per_stage=(even[0] - 0.5, *even[1:-1], even[-1] + 0.5))
 
 
 def case_of(choice: Choice, steps: int = 2) -> Case:

@@ -95,7 +95,7 @@ def parse_words(option: Option, words: list[str]) -> Any:
     if option.kind == "strs":
         return tuple(words)
     if option.kind in ("ints", "floats"):
-        number: Callable[[str], float] = int if option.kind == "ints" else float
+        number: Callable[[str], float] = int if option.kind == "ints" else _as_typed
         return tuple(_number(number, w, option.kind) for word in words for w in word.split(",") if w)
     (word,) = words
     if option.kind == "str":
@@ -110,10 +110,9 @@ def parse_words(option: Option, words: list[str]) -> Any:
 def check_value(option: Option, value: Any) -> Any:
     """The value of a TOML or JSON entry in the option's type; raises ValueError when the type or choice is wrong."""
     kind = option.kind
-    if kind == "floats" and isinstance(value, (list, tuple)):
-        value = [float(v) if isinstance(v, int) and not isinstance(v, bool) else v for v in value]
     if kind in ("ints", "floats", "strs"):
-        item = {"ints": int, "floats": float, "strs": str}[kind]
+        items: dict[str, tuple[type, ...]] = {"ints": (int,), "floats": (int, float), "strs": (str,)}
+        item = items[kind]
         values = [value] if isinstance(value, item) else value
         if not isinstance(values, (list, tuple)) or any(isinstance(v, bool) or not isinstance(v, item) for v in values):
             raise ValueError(f"{value!r} is not {KINDS[kind]}")
@@ -126,6 +125,11 @@ def check_value(option: Option, value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"{value!r} is not a finite number")
     return _chosen(option, value)
+
+
+def _as_typed(word: str) -> float:
+    """A number of a list that may be whole: 6 of 6,1.5."""
+    return int(word) if word.isdecimal() else float(word)
 
 
 def _number(kind: Callable[[str], float], word: str, name: str) -> Any:

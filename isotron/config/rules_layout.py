@@ -7,7 +7,7 @@ from isotron.config.schema import RunConfig
 from isotron.core.errors import Problem, Refused
 from isotron.core.parallel.pipeline import registry
 from isotron.core.parallel.plan import split_layers
-from isotron.core.parallel.split import model_costs
+from isotron.core.parallel.split import counts_of, model_costs
 
 
 def _heads_divide(c: RunConfig, f: Facts) -> Problem:
@@ -118,19 +118,32 @@ def even_split(layers: int, stages: int) -> str:
 def _stage_list_broken(c: RunConfig, f: Facts) -> bool:
     counts = c.layout.layers_per_stage
     return bool(counts) and (
-        len(counts) != c.layout.stages or sum(counts) != c.model.num_layers or any(n < 0 for n in counts)
+        len(counts) != c.layout.stages or sum(counts) != c.model.num_layers or any(n < 0 or 2 * n % 1 for n in counts)
     )
 
 
 def _stage_list(c: RunConfig, f: Facts) -> Problem:
     counts, stages, layers = c.layout.layers_per_stage, c.layout.stages, c.model.num_layers
-    given = f"given are {len(counts)} that sum to {sum(counts)}"
-    case = f"{stages} stages{_product(c)} need {stages} counts of 0 or more that sum to {layers}; {given}"
+    given = f"given are {len(counts)} that sum to {sum(counts):g}"
+    kind = ", in whole and half blocks," if any(n % 1 for n in counts) else ""
+    case = f"{stages} stages{_product(c)} need {stages} counts of 0 or more{kind} that sum to {layers}; {given}"
     return Problem(
         asked(c, "layers_per_stage", "num_layers", "pp", *moved(c, "vpp")),
         case,
         f"--layers-per-stage {even_split(layers, stages)}",
     )
+
+
+def _cut_uncuttable(c: RunConfig) -> bool:
+    return any(n % 1 for n in c.layout.layers_per_stage) and not model_costs(c.model).attention
+
+
+def _uncuttable(c: RunConfig, f: Facts) -> Problem:
+    beside = "attention and MLP read the same residual stream"
+    why = beside if getattr(c.model, "parallel_residual", False) else "they are of two kinds, each with rows of its own"
+    case = f"blocks of this model cannot be cut in two: {why}"
+    fix = f"--layers-per-stage {even_split(c.model.num_layers, max(1, c.layout.stages))}"
+    return Problem(asked(c, "layers_per_stage", *moved(c, "parallel_residual")), case, fix)
 
 
 def _stage_list_and_ends(c: RunConfig, f: Facts) -> Problem:
@@ -140,10 +153,10 @@ def _stage_list_and_ends(c: RunConfig, f: Facts) -> Problem:
     return Problem(asked(c, "layers_per_stage", *ends), case, fix)
 
 
-def _counts(c: RunConfig) -> list[int]:
+def _counts(c: RunConfig) -> list[float]:
     """Layers of each stage; empty when they cannot be dealt as asked."""
     try:
-        return [len(r) for r in split_layers(c.model.num_layers, c.layout, model_costs(c.model))]
+        return counts_of(split_layers(c.model.num_layers, c.layout, model_costs(c.model)))
     except Refused:
         return []
 
@@ -293,6 +306,7 @@ LAYOUT_RULES: tuple[Rule, ...] = (
     Rule("tp divides the sequence", ("tp", "cp", "seq_length", "sequence_parallel"),
          lambda c, f: c.layout.sequence_parallel and c.data.seq_length % (c.layout.tp * c.layout.cp) != 0, _sequence),
     Rule("layers per stage", _DEAL, _stage_list_broken, _stage_list),
+    Rule("blocks that are cut", (*_DEAL, "parallel_residual"), lambda c, f: _cut_uncuttable(c), _uncuttable),
     Rule("one way to deal layers", _DEAL,
          lambda c, f: bool(c.layout.layers_per_stage) and c.layout.first_stage_layers + c.layout.last_stage_layers > 0,
          _stage_list_and_ends),

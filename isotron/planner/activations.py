@@ -7,10 +7,12 @@ per token and bytes per element. Kernels that hold more than their inputs and ou
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
+from isotron.core.parallel.split import ATTENTION, MLP
 from isotron.planner.experts import expert_sizes
 from isotron.planner.job import Job
 from isotron.planner.kept import IDS, Kept, expert_share, is_latent, latent_attention, routed
@@ -74,8 +76,8 @@ def _mlp_width(config: Any, tp: int) -> int:
     return int(experts.elements) if experts else int(config.ffn // tp)
 
 
-def block(job: Job, mode: str) -> list[Kept]:
-    """Saved tensors of one block under a recompute mode ("none", "selective", "full")."""
+def block(job: Job, mode: str, half: str = "") -> list[Kept]:
+    """Saved tensors of one block, or a half of it, under a recompute mode ("none", "selective", "full")."""
     z, e = sizes(job), job.element
     wide = job.residual
     if mode == "full":
@@ -97,7 +99,8 @@ def block(job: Job, mode: str) -> list[Kept]:
     again = [replace(t, parts=(*t.parts, "mlp")) for t in inside]
     mlp = [*again, *(after if apart else []), *hidden]
     middle = [] if z.parallel else [replace(x, name="residual")]
-    kept = [x, *norm, *_attention(job, z, "core_attn" in modules), *after, *hidden, *middle, *mlp]
+    first = [x, *norm, *_attention(job, z, "core_attn" in modules), *after, *hidden]
+    kept = first if half == ATTENTION else [*middle, *mlp] if half == MLP else [*first, *middle, *mlp]
     return [t for t in kept if not set(modules) & set(t.parts)]
 
 
@@ -189,19 +192,24 @@ def block_bytes(job: Job, mode: str | None = None) -> float:
     return per_token * job.tokens / share
 
 
-def stage_bytes(job: Job, blocks: int, first: bool, last: bool, mode: str | None = None) -> float:
-    """Bytes that a stage keeps of one microbatch."""
+def stage_bytes(job: Job, blocks: int | Sequence[str], first: bool, last: bool, mode: str | None = None) -> float:
+    """Bytes that a stage keeps of one microbatch. `blocks`: how many, or what it has of each (`split.halves_of`)."""
     mode = job.layout.recompute if mode is None else mode
+    held = ("",) * blocks if isinstance(blocks, int) else blocks
     n, method = job.layout.recompute_num_layers, job.layout.recompute_method
-    units = -(-blocks // n) if mode == "full" else blocks
-    own = sum(t.bytes for t in block(job, mode)) * units
-    everything = mode == "full" and (method == "uniform" or n >= blocks)
-    if mode == "full" and method == "block":
-        few = min(n, blocks)
-        own = sum(t.bytes for t in block(job, "full")) * few + sum(t.bytes for t in block(job, "none")) * (blocks - few)
-    if job.layout.cpu_offloading:
-        own *= 1 - min(job.layout.cpu_offloading_num_layers or blocks, blocks) / blocks
+    modes = [(mode, held)]
+    if mode == "full":  # a unit keeps one input
+        modes = [(mode, held[::n])] if method == "uniform" else [(mode, held[:n]), ("none", held[n:])]
+    everything = mode == "full" and (method == "uniform" or n >= len(held))
+    own = sum(_kept(job, how, some) for how, some in modes)
+    if job.layout.cpu_offloading and held:
+        own *= _kept(job, mode, held[job.layout.cpu_offloading_num_layers or len(held) :]) / _kept(job, mode, held)
     return (own + sum(t.bytes for t in ends(job, first, last, everything))) * job.tokens
+
+
+def _kept(job: Job, mode: str, held: Sequence[str]) -> float:
+    """Bytes per token of some blocks and halves."""
+    return sum(sum(t.bytes for t in block(job, mode, half)) * held.count(half) for half in set(held))
 
 
 def describe(config: Any, job: Job) -> dict[str, float]:

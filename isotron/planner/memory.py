@@ -137,7 +137,7 @@ def part_bytes(job: Job, part: StagePart, last: bool, mode: str | None = None) -
     """Bytes that a stage keeps of one microbatch."""
     if pairs.are_read(job):
         return pairs.stage_bytes(job, part.layers, part.number == 0, last, mode)
-    return stage_bytes(job, len(part.layers), part.number == 0, last, mode)
+    return stage_bytes(job, part.halves, part.number == 0, last, mode)
 
 
 def _peak(table: Schedule, rank: int, few: dict[int, float], most: dict[int, float], keep: int) -> float:

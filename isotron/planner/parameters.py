@@ -18,7 +18,7 @@ from typing import Any
 from isotron.core.layout import Ints, Placed, Table, shard
 from isotron.core.parallel.buckets import DENSE, EXPERTS, Span, cut_buckets, rows_between
 from isotron.core.parallel.plan import Layout, split_layers
-from isotron.core.parallel.split import model_costs
+from isotron.core.parallel.split import halves_of, model_costs
 from isotron.core.parallel.ties import Holders, holders
 
 # the modules of a stage in the order in which they are registered: buckets are cut in that order
@@ -51,6 +51,7 @@ class StagePart:
 
     number: int
     layers: range
+    halves: tuple[str, ...]
     placed: Mapping[str, Placed]
     spans: tuple[Span, ...]
 
@@ -105,14 +106,15 @@ def rank_stages(
     split, table = stage_layers(config, layout), config.layout(layout.padded_vocab(config.vocab_size))
     held, known, parts = holders(config, table, split), set[str](), []
     for number in (s for s, holder in enumerate(layout.placement) if holder == pp_rank):
-        names = stage_names(config, table, split[number], number == 0, number == layout.stages - 1)
-        parts.append(_part(table, number, split[number], names, layout, tp_rank, held, known, frozen))
+        ends, own = (number == 0, number == layout.stages - 1), (split[number], halves_of(split, number))
+        names = stage_names(config, table, own[0], *ends, own[1])
+        parts.append(_part(table, number, own, names, layout, tp_rank, held, known, frozen))
     return parts
 
 
 def _part(
-    table: Table, number: int, layers: range, names: Iterable[str], layout: Layout, tp_rank: int, held: Holders,
-    known: set[str], frozen: tuple[str, ...],
+    table: Table, number: int, own: tuple[range, tuple[str, ...]], names: Iterable[str], layout: Layout, tp_rank: int,
+    held: Holders, known: set[str], frozen: tuple[str, ...],
 ) -> StagePart:  # fmt: skip
     """`known`: what the rank's stages before it own of what several stages hold."""
     sizes = layout.axes
@@ -130,11 +132,13 @@ def _part(
     kinds = {n: classes.of(n, p) for n, p in placed.items()}
     ways = {DENSE: layout.shard_ranks, EXPERTS: layout.expert_shard_ranks}
     spans = cut_buckets(shapes, kinds, layout.ddp_bucket_size, ways)
-    return StagePart(number, layers, placed, tuple(spans))
+    return StagePart(number, *own, placed, tuple(spans))
 
 
-def stage_names(config: Any, table: Table, layers: range, first: bool, last: bool) -> Iterator[str]:
-    """Parameter names of a stage in the order in which its modules are registered."""
+def stage_names(
+    config: Any, table: Table, layers: range, first: bool, last: bool, halves: tuple[str, ...] = ()
+) -> Iterator[str]:
+    """Parameter names of a stage in the order in which its modules are registered; `halves`: what it has of blocks."""
     aliases = {alias for alias, _ in table.ties if alias.startswith("mtp")}
     if hasattr(config, "ends_of"):
         modules = list(config.ends_of(layers, first, last))
@@ -142,7 +146,8 @@ def stage_names(config: Any, table: Table, layers: range, first: bool, last: boo
         modules = [*(_FIRST if first else ()), *(_LAST if last else ())]
     latent = any(rule.pattern.endswith("attention.kv_up.weight") for rule in table.rules)
     block = ("attention_norm", *(_LATENT if latent else _ATTENTION), *_MLP, *_CROSS)
-    modules += [f"layers.{i}.{part}" for i in layers for part in block]
+    each = zip(layers, halves or ("",) * len(layers), strict=True)
+    modules += [f"layers.{i}.{part}" for i, half in each for part in block if part.startswith(half)]
     if last:
         modules += _predictions(table, block)
     for module in modules:

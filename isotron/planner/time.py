@@ -7,10 +7,13 @@ its closed form, which a search can afford.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from operator import add, mul
 from typing import Any
 
 from isotron.core.parallel.pipeline.simulate import Costs, simulate
+from isotron.core.parallel.plan import Layout
+from isotron.core.parallel.split import ATTENTION, halves_of, model_costs
 from isotron.planner import pair_time, pairs
 from isotron.planner.block_time import Place, Seconds, block_seconds, head_seconds
 from isotron.planner.experts import number_of_experts
@@ -21,7 +24,7 @@ from isotron.planner.work import block_products
 STEP_BYTES = 30  # per element that an optimizer step reads and writes: masters, moments, gradient, weight
 
 
-Counts = tuple[int, ...]  # blocks of each kind: one kind, or an encoder's and a decoder's
+Counts = tuple[float, ...]  # blocks of each kind: one kind, or an encoder's and a decoder's
 Passes = tuple[Seconds, Seconds]  # forward and backward
 
 
@@ -41,12 +44,21 @@ class Units:
         return (forward.plus(self.head[0]), backward.plus(self.head[1])) if last else (forward, backward)
 
 
-def counted(config: Any, layers: range) -> Counts:
-    """How many blocks of each kind stand among these."""
+@lru_cache(maxsize=4096)
+def stage_counts(config: Any, layout: Layout) -> tuple[Counts, ...]:
+    """How many blocks of each kind every stage has; a half counts for its part of the multiply-adds."""
+    split = stage_layers(config, layout)
     if not getattr(config, "two_streams", False):
-        return (len(layers),)
-    encoding = len(range(layers.start, min(layers.stop, config.encoder_num_layers)))
-    return encoding, len(layers) - encoding
+        return tuple((_blocks(config, halves_of(split, s)),) for s in range(len(split)))
+    encoding = [len(range(layers.start, min(layers.stop, config.encoder_num_layers))) for layers in split]
+    return tuple((n, len(layers) - n) for n, layers in zip(encoding, split, strict=True))
+
+
+def _blocks(config: Any, halves: tuple[str, ...]) -> float:
+    if not any(halves):
+        return len(halves)
+    costs, last = model_costs(config), config.num_layers - 1
+    return sum(costs.of(last, half) for half in halves) / costs.blocks[last]
 
 
 def units(job: Job, place: Place) -> Units:
@@ -61,18 +73,17 @@ def units(job: Job, place: Place) -> Units:
 
 def stage_seconds(job: Job, place: Place) -> list[Passes]:
     """(forward, backward) of every stage for one microbatch."""
-    parts, split = units(job, place), stage_layers(job.config, job.layout)
-    return [parts.stage(counted(job.config, r), s == len(split) - 1) for s, r in enumerate(split)]
+    parts, every = units(job, place), stage_counts(job.config, job.layout)
+    return [parts.stage(counts, s == len(every) - 1) for s, counts in enumerate(every)]
 
 
 def rank_seconds(job: Job, place: Place) -> list[Seconds]:
     """Forward and backward of all stages of every pipeline rank, for one microbatch; equal ranks share a value."""
-    parts, split, home = units(job, place), stage_layers(job.config, job.layout), job.layout.placement
+    parts, every, home = units(job, place), stage_counts(job.config, job.layout), job.layout.placement
     sums: list[tuple[Counts, bool, int]] = [((0,) * len(parts.blocks), False, 0)] * job.layout.pp
-    for s, r in enumerate(split):
+    for s, own in enumerate(every):
         counts, last, stages = sums[home[s]]
-        more = tuple(map(add, counts, counted(job.config, r)))
-        sums[home[s]] = more, last or s == len(split) - 1, stages + 1
+        sums[home[s]] = tuple(map(add, counts, own)), last or s == len(every) - 1, stages + 1
     made = {key: parts.stage(*key) for key in set(sums)}
     return [made[key][0].plus(made[key][1]) for key in sums]
 
@@ -113,11 +124,11 @@ def _gathered(job: Job, place: Place, elements: float, forward: float, backward:
 def held_elements(job: Job) -> float:
     """Most weights of any pipeline rank, without padding, from the table's shapes."""
     c, layout = job.config, job.layout
-    each, split = kinds_elements(job), stage_layers(c, layout)
+    each, every = kinds_elements(job), stage_counts(c, layout)
     held = [0.0] * layout.pp
     home = layout.placement
     for s, rank in enumerate(home):
-        held[rank] += sum(map(mul, each, counted(c, split[s])))
+        held[rank] += sum(map(mul, each, every[s]))
     table = layout.padded_vocab(c.vocab_size) / layout.tp * c.hidden_size
     held[home[0]] += table
     if not (c.tie_embeddings and home[0] == home[-1]):
@@ -139,8 +150,9 @@ def kinds_elements(job: Job) -> tuple[float, ...]:
 def held_experts(job: Job) -> float:
     """Those of experts among the most weights of a rank."""
     counts = [0] * job.layout.pp
-    for r, rank in zip(stage_layers(job.config, job.layout), job.layout.placement, strict=True):
-        counts[rank] += len(r)
+    split = stage_layers(job.config, job.layout)
+    for s, rank in enumerate(job.layout.placement):
+        counts[rank] += sum(half != ATTENTION for half in halves_of(split, s))
     return max(counts) * block_elements(job, experts_only=True)
 
 

@@ -9,7 +9,7 @@ from isotron.core.nn.attention import Causal
 from isotron.core.parallel.deal import sizes_of
 from isotron.core.parallel.model import ParallelModel
 from isotron.core.parallel.plan import Layout, split_layers
-from isotron.core.parallel.split import model_costs
+from isotron.core.parallel.split import counts_of, model_costs
 
 
 def start_lines(config: RunConfig, model: ParallelModel, ranks: int) -> list[str]:
@@ -35,10 +35,9 @@ def attention_kernels(model: ParallelModel) -> list[str]:
     return list(dict.fromkeys(core.chosen(model.dtype, model.device, size) for core in cores))
 
 
-def layers_per_stage(config: RunConfig) -> list[int]:
+def layers_per_stage(config: RunConfig) -> list[float]:
     """Layers of each pipeline stage, in the order in which a token passes through them."""
-    split = split_layers(config.model.num_layers, config.layout, model_costs(config.model))
-    return [len(layers) for layers in split]
+    return counts_of(split_layers(config.model.num_layers, config.layout, model_costs(config.model)))
 
 
 def dealt_lines(config: RunConfig) -> list[str]:

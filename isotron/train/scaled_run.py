@@ -5,29 +5,38 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from itertools import accumulate, pairwise
+from math import ceil
 from typing import Any
 
 from isotron.config.schema import RunConfig
-from isotron.core.layout import Ints
 from isotron.core.optim.build import shapes_of
 from isotron.core.optim.config import OptimConfig
 from isotron.core.optim.groups import Override, parse, settle
 from isotron.core.parallel.plan import split_layers
+from isotron.core.parallel.split import counts_of, model_costs, tidy
 from isotron.train.verify import Case
 
 
-def scaled_split(config: RunConfig, stages: int) -> Ints:
-    """Blocks of each of so many stages, where the run names its own: none where it has none, one where it has fewest of
-    all, else two. Of more stages the first ones and the last.
+def scaled_split(config: RunConfig, stages: int) -> tuple[float, ...]:
+    """Blocks of each of so many stages, where the run names its own or cuts some: none where it has none, one where it
+    has fewest of all, else two; cut where they are. Of more stages the first ones and the last.
     """
     own = config.layout
-    if not (own.layers_per_stage or own.pipeline_layout):
+    split = split_layers(config.model.num_layers, own, model_costs(config.model))
+    stops = list(accumulate(counts_of(split)))
+    cut = [stop % 1 > 0 for stop in stops]  # the block in which a stage ends
+    if not (own.layers_per_stage or own.pipeline_layout or any(cut)):
         return ()
-    counts = [len(blocks) for blocks in split_layers(config.model.num_layers, own)]
-    picked = [*counts[: stages - 1], counts[-1]]
+    begun = [ceil(b) - ceil(a) for a, b in pairwise((0, *stops))]
+    picked = [*begun[: stages - 1], begun[-1]]
     most = max(picked)
-    small = tuple(min(n, 1 if n < most and n == min(filter(None, picked)) else 2) for n in picked)
-    return small if sum(small) > 1 else ()
+    small = [min(n, 1 if n < most and n == min(filter(None, picked)) else 2) for n in picked]
+    inner = [*cut[: max(stages - 2, 0)], any(cut[max(stages - 2, 0) : -1])][: stages - 1]
+    found: list[float] = [0]
+    for ends_in_one, stop in zip((*inner, False), accumulate(small), strict=True):
+        found.append(max(found[-1], stop - ends_in_one / 2))
+    return tuple(tidy(b - a) for a, b in pairwise(found)) if sum(small) > 1 else ()
 
 
 def scaled_optim(config: RunConfig, small: Any) -> OptimConfig:

@@ -71,7 +71,7 @@ def scaled_model(config: RunConfig, layout: Layout) -> Any:
     heads += -heads % (layout.tp * layout.cp)  # the heads of a rank are dealt to context-parallel ranks
     decoupled = model.head_size * model.num_attention_heads != model.hidden_size
     uneven = bool(model.num_layers % layout.stages)
-    blocks = sum(layout.layers_per_stage) or 2 * layout.stages + uneven
+    blocks = int(sum(layout.layers_per_stage)) or 2 * layout.stages + uneven
     sizes: dict[str, Any] = {
         "num_layers": blocks,
         "encoder_num_layers": blocks // 2,
@@ -194,7 +194,8 @@ def report(config: RunConfig, case: Case, rows: list[Row], summary: dict[str, Ro
     yours, tested = config.layout, case.layout
     lines = ["yours -> tested"]
     axes = _AXES | (_EXPERT_AXES if yours.ep > 1 or yours.etp else {})
-    axes |= {"layers_per_stage": "layers_per_stage"} if yours.layers_per_stage or yours.pipeline_layout else {}
+    named = yours.layers_per_stage or yours.pipeline_layout or tested.layers_per_stage
+    axes |= {"layers_per_stage": "layers_per_stage"} if named else {}
     lines += [f"  {n:<20} {_axis(yours, a)} -> {_axis(tested, a)}" for n, a in axes.items()]
     lines += [
         f"  {n:<20} {getattr(config.model, a) or 'unknown'} -> {getattr(case.model, a)}" for n, a in _SIZES.items()

@@ -302,6 +302,9 @@ def test_verify_keeps_the_optimizer_what_is_frozen_and_the_split(capsys, started
         assert line in [" ".join(text.split()) for text in lines], lines
     even = replace(found[-1], layout=replace(found[-1].layout, layers_per_stage=(2, 2, 2, 2)))
     assert scaled_case(even).layout.layers_per_stage == (2, 2)
+    for counts, small in (((0.5, 3.5, 0, 4), (0.5, 2.5)), ((3.5, 0, 0.5, 4), (1.5, 2.5)), ((2, 2, 3, 1), (2, 1))):
+        cut = replace(found[-1], layout=replace(found[-1].layout, layers_per_stage=counts))
+        assert scaled_case(cut).layout.layers_per_stage == small
     lost = replace(found[-1], optim=replace(found[-1].optim, freeze=("nosuch",)))
     with pytest.raises(Refused, match="--freeze nosuch"):
         scaled_case(lost)

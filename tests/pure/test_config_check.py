@@ -86,6 +86,8 @@ BOTH_SIDES: dict[str, tuple[str, str, dict]] = {
     "predictions untie": ("--family deepseek_v3 --mtp-num-layers 1 --tie-embeddings",
                           "--family deepseek_v3 --mtp-num-layers 1", {}),
     "layers per stage": ("--pp 2 --layers-per-stage 1,2", "--pp 2 --layers-per-stage 4,0", {}),
+    "blocks that are cut": ("--family neox --pp 2 --layers-per-stage 1.5,2.5",
+                            "--family neox --no-parallel-residual --pp 2 --layers-per-stage 1.5,2.5", {}),
     "one way to deal layers": ("--pp 2 --layers-per-stage 1,3 --first-stage-layers 1",
                                "--pp 2 --first-stage-layers 1", {}),
     "first and last stage": ("--pp 2 --first-stage-layers 3 --last-stage-layers 3",

@@ -60,6 +60,7 @@ def test_preset_in_toml_and_flags_over_it(tmp_path):
         ("--data-path 0.3 a 0.7 b --seed 1", "data_path", ("0.3", "a", "0.7", "b")),
         ("--layers-per-stage 2,3,2", "layers_per_stage", (2, 3, 2)),
         ("--layers-per-stage 2 3 2", "layers_per_stage", (2, 3, 2)),
+        ("--layers-per-stage 6.5,1.5", "layers_per_stage", (6.5, 1.5)),
         ("--optimizer adam", "optimizer", "adamw"),
         ("--lr-warmup-iters 5 --lr-warmup-fraction 0.1", "lr_warmup_iters", 0),
         ("--lr-warmup-fraction 0.1 --lr-warmup-iters 5", "lr_warmup_iters", 5),

@@ -14,7 +14,17 @@ from isotron.core.errors import Refused
 from isotron.core.models.gpt_config import GPTConfig
 from isotron.core.models.llama_config import LlamaConfig
 from isotron.core.parallel.plan import Layout, split_layers
-from isotron.core.parallel.split import LayerCosts, balanced_counts, expand, layout_counts, model_costs, parse_layout
+from isotron.core.parallel.split import (
+    WORTH,
+    LayerCosts,
+    balanced_counts,
+    counts_of,
+    expand,
+    halves_of,
+    layout_counts,
+    model_costs,
+    parse_layout,
+)
 
 
 def test_layout_strings() -> None:
@@ -94,3 +104,61 @@ def test_the_output_layer_counts() -> None:
     assert model_costs(GPTConfig(3, 32, 4, vocab_size=131)).blocks[0] > 0
     even = [len(r) for r in split_layers(16, Layout(pp=4, layer_split="balanced"))]
     assert even == [4, 4, 4, 4]
+
+
+@pytest.mark.parametrize(
+    ("counts", "halves"),
+    [
+        ((6.5, 1.5), [("",) * 6 + ("attention",), ("mlp", "")]),
+        ((0.5, 0.5), [("attention",), ("mlp",)]),
+        ((1.5, 0, 0.5, 1), [("", "attention"), (), ("mlp",), ("",)]),  # an empty stage in the middle of a block
+        ((0, 1.5, 1.5, 0), [(), ("", "attention"), ("mlp", ""), ()]),
+        ((2, 1), [("", ""), ("",)]),
+    ],
+)
+def test_a_block_of_two_stages_is_cut_between_them(counts: tuple[float, ...], halves: list[tuple[str, ...]]) -> None:
+    split = split_layers(int(sum(counts)), Layout(pp=len(counts), layers_per_stage=counts))
+    assert [halves_of(split, s) for s in range(len(split))] == halves
+    assert tuple(counts_of(split)) == counts
+
+
+@pytest.mark.parametrize(
+    ("family", "counts", "words"),
+    [
+        ("neox-tiny", (1.5, 2.5), "are not cut"),
+        ("t5-tiny", (1.5, 2.5), "are not cut"),
+        ("llama-tiny", (1.25, 2.75), "halves of blocks"),
+        ("llama-tiny", (1.5, 2), "these sum to 3.5"),
+    ],
+)
+def test_blocks_that_cannot_be_cut(family: str, counts: tuple[float, ...], words: str) -> None:
+    with pytest.raises(Refused, match=words):
+        split_layers(4, Layout(pp=2, layers_per_stage=counts), model_costs(PRESETS[family]))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=2, max_size=5), st.integers(2, 3),
+       st.integers(0, 20))  # fmt: skip
+def test_blocks_are_cut_where_it_pays(blocks: list[tuple[int, int]], stages: int, last: int) -> None:
+    whole = LayerCosts(tuple(float(a + b) for a, b in blocks), 0.0, float(last))
+    counts = balanced_counts(replace(whole, attention=tuple(float(a) for a, _ in blocks)), stages)
+    plain = balanced_counts(whole, stages)
+    assert sum(counts) == len(blocks) and len(counts) == stages
+    each = [float(x) for block in blocks for x in block]
+    least = min(
+        max(*sums[:-1], sums[-1] + last)
+        for cuts in combinations(range(1, len(each)), stages - 1)
+        for sums in [[sum(each[a:b]) for a, b in zip((0, *cuts), (*cuts, len(each)), strict=True)]]
+    )
+    if len(blocks) >= stages:
+        worth = least <= (1 - WORTH) * cost_of(list(plain), whole)
+        found = cost_of([round(2 * n) for n in counts], LayerCosts(tuple(each), 0.0, float(last)))
+        assert found == (least if worth else cost_of(list(plain), whole)) and (worth or counts == plain)
+
+
+def test_scores_take_longer_than_they_multiply() -> None:
+    """The head of this model is worth five blocks by its multiply-adds, and less in time."""
+    model = LlamaConfig(8, 512, 8, 4, ffn_hidden_size=1408, vocab_size=32000, max_position_embeddings=512)
+    costs = model_costs(model)
+    assert costs.in_time(cut=True)[:2] == [2 * 512 * (512 + 256) + 2 * 512 * 512, 3 * 512 * 1408]
+    assert balanced_counts(costs, 2) == (6.5, 1.5) and balanced_counts(replace(costs, attention=()), 2) == (6, 2)

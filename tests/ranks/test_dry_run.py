@@ -31,7 +31,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "TP2+SP": ("llama", {"tp": 2, "sequence_parallel": True, "recompute": "selective"}),
     "PP2 tied": ("gpt", {"pp": 2}),
     "PP2 x 2 chunks": ("llama-tied", {"pp": 2, "vpp": 2, "recompute": "full"}),
-    "PP2 zero bubble": ("llama", {"pp": 2, "schedule": "zb-h1"}),
+    "PP2 zero bubble, a block cut": ("llama", {"pp": 2, "schedule": "zb-h1", "layers_per_stage": (1.5, 0.5)}),
     "DP2 without ZeRO": ("llama", {"dp": 2, "zero": 0}),
     "DP2 ZeRO-1": ("gpt", {"dp": 2, "zero": 1}),
     "PP2xDP2 ZeRO-2": ("llama", {"pp": 2, "dp": 2, "zero": 2, "max_live_gradients": 20_000}),

@@ -17,7 +17,7 @@ from tests.matrix import AXES, LAYOUTS, case_of, equals_one_process, legal
 from tests.ranks.bodies import measured_over_gloo
 
 PAIRS = covering(AXES, legal)
-WHOLE = {**AXES, "mlp_chunks": (1,), "messages": ("memory",)}  # of these the pairs suffice
+WHOLE = {**AXES, "mlp_chunks": (1,), "messages": ("memory",), "halves": (False,)}  # of these the pairs suffice
 REST = [choice for choice in product_of(WHOLE, legal) if choice not in PAIRS]
 
 
@@ -29,7 +29,7 @@ def world_of(choice: Choice) -> int:
 
 
 def name_of(choice: Choice) -> str:
-    short = {"microbatch": "mb", "zero": "zero", "overlap": "overlap", "mlp_chunks": "chunks"}
+    short = {"microbatch": "mb", "zero": "zero", "overlap": "overlap", "mlp_chunks": "chunks", "halves": "halves"}
     return "-".join(f"{short[k]}{int(v)}" if k in short else str(v) for k, v in choice.items())
 
 

@@ -17,9 +17,11 @@ from isotron.core.batch import Batch
 from isotron.core.mesh import Mesh
 from isotron.core.parallel.model import ParallelModel
 from isotron.core.parallel.plan import Layout
+from isotron.core.parallel.split import halves_of
 from isotron.planner import pairs
 from isotron.planner.activations import stage_bytes
 from isotron.planner.job import Job
+from isotron.planner.parameters import stage_layers
 
 TINY = [*(name for name in PRESETS if name.endswith("-tiny") and name != "t5-tiny"), "tiny-moe"]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -76,7 +78,8 @@ def _of(stage: Any, batch: Batch) -> float:
 def check(job: Job, found: list[tuple[int, float]]) -> None:
     last = job.layout.stages - 1
     for stage, measured in found:
-        planned = stage_bytes(job, job.config.num_layers // job.layout.stages, stage == 0, stage == last)
+        held = halves_of(stage_layers(job.config, job.layout), stage)
+        planned = stage_bytes(job, held, stage == 0, stage == last)
         # token ids are a view of rows that are one longer; a mask of positions is counted once per batch
         assert planned == pytest.approx(measured, rel=0.005), (job.layout, job.dtype, stage)
 
@@ -167,3 +170,22 @@ def test_several_ranks(ranks: Callable[..., list[Any]], name: str, axes: dict[st
     job = job_of(name, layout, "bfloat16", 0.0)
     for found in ranks(job.world, saved, job):
         check(job, found)
+
+
+def each(jobs: list[Job]) -> list[list[tuple[int, float]]]:
+    """What this rank's stages save, job by job."""
+    return [saved(job) for job in jobs]
+
+
+def test_blocks_that_are_cut(ranks: Callable[..., list[Any]]) -> None:
+    """Every kind of block but those that cannot be, in every mode of recompute; units of a half and a whole block."""
+    jobs = []
+    for name in ("llama-tiny", "gemma2-tiny", "olmo2-tiny", "bert-tiny"):
+        for mode in ({}, {"recompute": "selective"}, {"recompute": "full", "recompute_num_layers": 2}):
+            layout = Layout(dp=1, pp=2, make_vocab_size_divisible_by=1, layers_per_stage=(1.5, 2.5), **mode)
+            jobs.append(job_of(name, layout, "bfloat16", 0.1 if mode else 0.0))
+    kept = Layout(dp=1, pp=2, make_vocab_size_divisible_by=1, layers_per_stage=(2.5, 1.5), recompute="full")
+    jobs.append(job_of("gpt-tiny", replace(kept, recompute_method="block"), "bfloat16", 0.0))
+    for rank in ranks(2, each, jobs):
+        for job, found in zip(jobs, rank, strict=True):
+            check(job, found)

@@ -94,6 +94,8 @@ def test_one_process_of_every_family(name: str, dtype: str) -> None:
             {"dp": 2, "zero": 3, "optimizer_cpu_offload": True, "offload_weights": True, "offload_gradients": True},
         ),
         ("gpt-tiny", "float16", {"pp": 2, "dp": 2, "schedule": "zbv"}),  # both ends on one rank
+        ("gemma2-tiny", "float16", {"pp": 2, "dp": 2, "zero": 3, "layers_per_stage": (2.5, 2.5)}),
+        ("deepseek-v3-tiny", "bfloat16", {"pp": 2, "vpp": 2, "layers_per_stage": (0.5, 1, 2, 1.5)}),
         ("qwen3-tiny", "bfloat16", {"tp": 2, "dp": 2, "sequence_parallel": True}),
         ("neox-tiny", "bfloat16", {"pp": 2, "vpp": 2, "dp": 2}),
         ("qwen2-tiny", "bfloat16", {"dp": 4}),

@@ -89,7 +89,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "1": {},
     "DP4 zero 0": {"dp": 4, "zero": 0, "micro_batch_size": 1},
     "TP2xDP2": {"tp": 2, "dp": 2},
-    "PP2x2chunks": {"pp": 2, "vpp": 2},
+    "PP2x2chunks": {"pp": 2, "vpp": 2, "layers_per_stage": (1.5, 1, 1, 1.5)},
 }
 # more heads, so that TP4 has some left to share; five blocks, which no number of stages here divides
 WIDE = {"num_layers": 5, "num_attention_heads": 8}

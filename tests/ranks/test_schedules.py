@@ -8,12 +8,16 @@ from typing import Any
 
 import pytest
 
+from isotron.core.models.gemma2_config import Gemma2Config
+from isotron.core.models.olmo2_config import Olmo2Config
 from isotron.core.parallel.plan import Layout
 from isotron.train.verify import Case, Measured, measure
 from tests.matrix import MODELS, faults, reference_of
 from tests.moe_matrix import MODELS as EXPERTS
 
 Ranks = Callable[..., list[Any]]
+OLMO = Olmo2Config(2, 32, 4, 2, 16, 48, 131, 16)
+GEMMA = Gemma2Config(2, 32, 8, 2, 12, 48, 131, 16, sliding_window=7, attn_logit_softcapping=2.0)
 
 SCHEDULES: dict[str, dict[str, Any]] = {
     "gpipe": {},
@@ -100,6 +104,11 @@ FURTHER: dict[str, tuple[Any, dict[str, Any]]] = {
     "mtp-zb-h2": (EXPERTS["mla"], {"schedule": "zb-h2", "deferred_logits": 0}),
     "searched-own-costs": (EXPERTS["global"], {"schedule": "auto", "schedule_memory": 2.0, "vpp": 2,
                                                 "layers_per_stage": (0, 1, 1, 1)}),
+    "halves-experts": (EXPERTS["groups"], {"schedule": "zb-h1", "ep": 2, "dp": 2, "layers_per_stage": (0.5, 2.5)}),
+    "halves-mtp-zbv": (EXPERTS["mla"], {"schedule": "zbv", "layers_per_stage": (0.5, 0, 0.5, 1)}),
+    "halves-norms-behind": (OLMO, {"dp": 2, "zero": 3, "recompute": "selective", "layers_per_stage": (0.5, 1.5)}),
+    "halves-sandwich-cp2": (GEMMA, {"cp": 2, "cp_comm_type": ("p2p", "a2a"), "schedule": "zb-h2",
+                                    "layers_per_stage": (1.5, 0.5), "recompute": "full", "recompute_num_layers": 2}),
 }  # fmt: skip
 
 

@@ -36,19 +36,28 @@ class PreNormBlock(nn.Module):
         self.mlp_dropout = Dropout(dropout, f"{name}.mlp")
         self.recompute = self.recompute_mlp = False
         self.mlp_chunks = 1
+        self.halves: tuple[str, ...] = ("attention", "mlp")
+
+    def keep_half(self, half: str) -> None:
+        """Be the "attention" or the "mlp" half alone; the other one is a pipeline stage's before or behind."""
+        self.halves = (half,)
+        for name in [name for name, _ in self.named_children() if not name.startswith(half)]:
+            delattr(self, name)
 
     def set_recompute(self, modules: Collection[str]) -> None:
         """Selective recompute: layernorm, moe_act (the activation), core_attn (probabilities), mlp (all of it)."""
         self.recompute, self.recompute_mlp = "layernorm" in modules, "mlp" in modules
-        for p in self.attention_norm.parameters() if self.recompute else ():
-            p.writes = getattr(self.attention, "readers", 1)  # type: ignore[attr-defined]
-        self.mlp.recompute = "moe_act" in modules  # type: ignore[assignment]
-        self.attention.core.recompute = "core_attn" in modules
+        if "mlp" in self.halves:
+            self.mlp.recompute = "moe_act" in modules  # type: ignore[assignment]
+        if "attention" in self.halves:
+            self.attention.core.recompute = "core_attn" in modules
+            for p in self.attention_norm.parameters() if self.recompute else ():
+                p.writes = getattr(self.attention, "readers", 1)  # type: ignore[attr-defined]
 
     def set_mlp_chunks(self, chunks: int) -> None:
         """Compute the MLP in so many parts of the sequence; each adds to the gradients of what it goes through."""
         self.mlp_chunks = chunks
-        for module in self._in_chunks() if chunks > 1 else ():
+        for module in self._in_chunks() if chunks > 1 and "mlp" in self.halves else ():
             for p in module.parameters():
                 p.writes = chunks  # type: ignore[attr-defined]
 
@@ -71,7 +80,8 @@ class PreNormBlock(nn.Module):
 
     def _last(self) -> Any:
         """What need not compute what nothing reads."""
-        return self.mlp.down if isinstance(self.mlp, (MLP, GatedMLP)) else None
+        mlp = getattr(self, "mlp", None)
+        return mlp.down if isinstance(mlp, (MLP, GatedMLP)) else None
 
     def _mlp(self, x_BSD: Tensor, *context: Context) -> Tensor:
         """The MLP with its norm; `context` for one that sees the batch."""
@@ -93,9 +103,14 @@ class PreNormBlock(nn.Module):
 
     def forward(self, x_BSD: Tensor, ctx: Context) -> Tensor:
         """x_BSD."""
-        ids = ctx.batch.places
-        x = x_BSD + self.attention_dropout(self._attend(x_BSD, ctx), ids)
-        return x + self.mlp_dropout(self._mlp(x), ids)
+        x = self._with_attention(x_BSD, ctx) if "attention" in self.halves else x_BSD
+        return self._with_mlp(x, ctx) if "mlp" in self.halves else x
+
+    def _with_attention(self, x_BSD: Tensor, ctx: Context) -> Tensor:
+        return x_BSD + self.attention_dropout(self._attend(x_BSD, ctx), ctx.batch.places)
+
+    def _with_mlp(self, x_BSD: Tensor, ctx: Context) -> Tensor:
+        return x_BSD + self.mlp_dropout(self._mlp(x_BSD), ctx.batch.places)
 
     def _attend(self, x_BSD: Tensor, ctx: Context) -> Tensor:
         """Attention with its norm."""
@@ -162,11 +177,12 @@ class SumNormBlock(PreNormBlock):
     def _in_chunks(self) -> tuple[nn.Module, ...]:
         return (self.mlp,)
 
-    def forward(self, x_BSD: Tensor, ctx: Context) -> Tensor:
-        """x_BSD."""
-        ids = ctx.batch.places
-        x = self.attention_norm(x_BSD + self.attention_dropout(self.attention(x_BSD, ctx), ids))
-        return self.mlp_norm(x + self.mlp_dropout(self._mlp(x), ids))
+    def _with_attention(self, x_BSD: Tensor, ctx: Context) -> Tensor:
+        y = self.attention(x_BSD, ctx)
+        return self.attention_norm(x_BSD + self.attention_dropout(y, ctx.batch.places))
+
+    def _with_mlp(self, x_BSD: Tensor, ctx: Context) -> Tensor:
+        return self.mlp_norm(super()._with_mlp(x_BSD, ctx))
 
     def _mlp(self, x_BSD: Tensor, *context: Context) -> Tensor:
         again = self.recompute_mlp or self.mlp_chunks > 1
@@ -206,16 +222,12 @@ class SandwichBlock(PreNormBlock):
 class ExpertBlock(PreNormBlock):
     """The MLP is a choice of experts, which sees the batch too."""
 
-    def forward(self, x_BSD: Tensor, ctx: Context) -> Tensor:
-        """x_BSD."""
-        ids = ctx.batch.places
-        x = x_BSD + self.attention_dropout(self._attend(x_BSD, ctx), ids)
-        if self.recompute_mlp:
-            return x + self.mlp_dropout(self._mlp(x, ctx), ids)
-        return x + self.mlp_dropout(self.mlp(x, ctx, self.mlp_norm), ids)
+    def _with_mlp(self, x_BSD: Tensor, ctx: Context) -> Tensor:
+        y = self._mlp(x_BSD, ctx) if self.recompute_mlp else self.mlp(x_BSD, ctx, self.mlp_norm)
+        return x_BSD + self.mlp_dropout(y, ctx.batch.places)
 
     def _last(self) -> Any:
-        return self.mlp
+        return getattr(self, "mlp", None)
 
 
 def _narrow(x_BSD: Tensor, norm: nn.Module) -> Tensor:

@@ -8,7 +8,7 @@ from math import prod
 from typing import Any
 
 from isotron.core.parallel.plan import Layout, split_layers
-from isotron.core.parallel.split import model_costs
+from isotron.core.parallel.split import ATTENTION, MLP, counts_of, halves_of, model_costs
 
 FINE = 1000  # the most expensive stage, in the unit of the costs
 
@@ -46,11 +46,16 @@ def modelled(config: Any, layout: Layout) -> tuple[int, ...]:
     if hasattr(config, "block_tokens"):  # costs are of pairs, not of tokens
         unread *= config.block_tokens(max(config.max_position_embeddings, 1)) / config.num_layers
     rows = []
+    counts = counts_of(split)
+    fine = 2 if any(n % 1 for n in counts) else 1
     for s, blocks in enumerate(split):
-        scores, all_ = sum(costs.scores[i] for i in blocks), sum(costs.blocks[i] for i in blocks)
+        halves = halves_of(split, s)
+        scores = sum(costs.scores[i] for i, half in zip(blocks, halves, strict=True) if half != MLP)
+        all_ = sum(costs.of(i, half) for i, half in zip(blocks, halves, strict=True))
         head, other = (costs.head, costs.last - costs.head) if s == len(split) - 1 else (0.0, 0.0)
         matrices = all_ - scores + other
-        again = all_ - unread * len(blocks) if layout.recompute == "full" else 0.0
-        rows.append((matrices + scores + 3 * head, matrices + 2 * scores + again, matrices, len(blocks)))
+        last_products = sum(half != ATTENTION for half in halves)
+        again = all_ - unread * last_products if layout.recompute == "full" else 0.0
+        rows.append((matrices + scores + 3 * head, matrices + 2 * scores + again, matrices, round(fine * counts[s])))
     unit = max(sum(row[:3]) for row in rows) / FINE
     return tuple(n for f, b, w, kept in rows for n in (round(f / unit), round(b / unit), round(w / unit), 0, kept))

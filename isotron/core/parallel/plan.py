@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from isotron.core.options import option
@@ -18,8 +18,10 @@ from isotron.core.parallel.split import (
     LayerCosts,
     balanced_counts,
     check_counts,
+    check_cuts,
     even_counts,
     layout_counts,
+    ranges_of,
     stage_count,
 )
 
@@ -56,14 +58,17 @@ class Layout:
         "model",
     )
     microbatch_group: int = option(0, "microbatches per chunk at a time in the interleaved schedule; 0 means pp")
-    layers_per_stage: tuple[int, ...] = option(
-        (), "blocks of each pipeline stage, first to last; empty means an even split"
+    layers_per_stage: tuple[float, ...] = option(
+        (),
+        "blocks of each pipeline stage, first to last: 3,5; of a block cut in two, 3.5,4.5, the first stage has the "
+        "attention and the next the MLP; empty means an even split",
     )
     first_stage_layers: int = option(0, "blocks of the first pipeline stage; 0 means as even as the rest")
     last_stage_layers: int = option(0, "blocks of the last pipeline stage; 0 means as even as the rest")
     layer_split: str = option(
         "even",
-        "how blocks are dealt to stages where no numbers are given: even, or balanced by cost with the output layer",
+        "how blocks are dealt to stages where no numbers are given: even, or balanced by cost with the output layer, "
+        "cut into attention and MLP where that makes the slowest stage faster",
         choices=("even", "balanced"),
     )
     pipeline_layout: str = option(
@@ -320,19 +325,20 @@ class Layout:
 
 
 def split_layers(num_layers: int, layout: Layout, costs: LayerCosts | None = None) -> list[range]:
-    """Global block numbers of each pipeline stage; their lengths always sum to `num_layers`.
+    """Global block numbers of each pipeline stage; a block that two of them have is cut between them (`split.py`).
 
     `costs`: what layer_split = balanced balances; without them every block costs the same and the ends nothing.
     """
     stages = layout.stages
+    counts: Sequence[float]
     if layout.pipeline_layout:
         counts = layout_counts(layout.pipeline_layout)
     elif layout.layers_per_stage:
-        counts = list(layout.layers_per_stage)
+        counts = layout.layers_per_stage
     elif layout.layer_split == "balanced":
         counts = balanced_counts(costs or LayerCosts((1.0,) * num_layers), stages)
     else:
         counts = even_counts(num_layers, stages, layout.first_stage_layers, layout.last_stage_layers)
     check_counts(counts, num_layers, stages)
-    starts = [sum(counts[:i]) for i in range(stages)]
-    return [range(a, a + n) for a, n in zip(starts, counts, strict=True)]
+    check_cuts(counts, costs is None or bool(costs.attention))
+    return ranges_of(counts)

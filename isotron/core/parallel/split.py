@@ -1,17 +1,25 @@
-"""How blocks are dealt to pipeline stages: by number, by cost, or as a layout string says. PURE."""
+"""How blocks are dealt to pipeline stages: by number, by cost, or as a layout string says. PURE.
+
+A split is the range of blocks of every stage. A block that two stages have is cut between them: the first has its
+attention, the second its MLP, each with the norm and the residual of its own.
+"""
 
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import lru_cache
+from itertools import accumulate
 from math import inf, prod
 from typing import Any
 
 from isotron.core.errors import Refused, refuse
 
+ATTENTION, MLP = "attention", "mlp"  # halves of a block, by the beginning of the names of their modules
+WORTH = 0.02  # by how much faster the slowest stage must become for blocks to be cut
 EXAMPLE = '--pipeline-layout "Et*3|(tt|)*2,L"'
 _UNIT = re.compile(r"\((?P<group>[^()]*)\)|(?P<one>[A-Za-z|])")
 _TIMES = re.compile(r"\*(\d+)")
@@ -80,6 +88,7 @@ class LayerCosts:
     """Relative cost of every block, and of what the first and the last stage have besides.
 
     `scores`: what of each block has no weights; empty where nothing is. `head`: what of `last` is the output layer.
+    `attention`: the attention half of each block, scores included; empty where blocks cannot be cut.
     """
 
     blocks: tuple[float, ...]
@@ -87,6 +96,24 @@ class LayerCosts:
     last: float = 0.0
     scores: tuple[float, ...] = ()
     head: float = 0.0
+    attention: tuple[float, ...] = ()
+
+    def of(self, block: int, half: str) -> float:
+        """A block, or a half of it."""
+        if not half:
+            return self.blocks[block]
+        first = self.attention[block]
+        return first if half == ATTENTION else self.blocks[block] - first
+
+    def in_time(self, cut: bool) -> list[float]:
+        """Blocks as they take time, or their halves one after the other: a multiplication of scores takes about twice
+        as long as one of a matrix product.
+        """
+        scores = self.scores or (0.0,) * len(self.blocks)
+        if not cut:
+            return [block + more for block, more in zip(self.blocks, scores, strict=True)]
+        each = zip(self.blocks, self.attention, scores, strict=True)
+        return [x for block, first, more in each for x in (first + more, block - first)]
 
 
 def model_costs(config: Any) -> LayerCosts:
@@ -110,46 +137,102 @@ def model_costs(config: Any) -> LayerCosts:
         return float(sum(prod(r.shape) * visited(r.pattern) for r in own))
 
     blocks = tuple(attention + products(f"layers.{i}") for i in range(config.num_layers))
+    beside = getattr(config, "parallel_residual", False)  # both halves read the same: there is no place for a cut
+    first = () if beside else tuple(attention + products(f"layers.{i}.attention") for i in range(config.num_layers))
     depths = getattr(config, "mtp_num_layers", 0)
     head = float(sum(prod(r.shape) for r in rules if r.pattern.startswith("head.")))
     head = (head or products("embed")) * (1 + depths)  # a tied output layer has no entry of its own
     ahead = sum(attention + products(f"mtp.{k}") for k in range(depths))
     behind = products("transform") + ahead
-    return LayerCosts(blocks, 0.0, head + behind, (attention,) * len(blocks), head)
+    return LayerCosts(blocks, 0.0, head + behind, (attention,) * len(blocks), head, first)
 
 
-def balanced_counts(costs: LayerCosts, stages: int) -> list[int]:
-    """Blocks of each stage such that the most expensive stage is as cheap as can be, and the rest as even as can be.
+@lru_cache(maxsize=64)
+def balanced_counts(costs: LayerCosts, stages: int) -> tuple[float, ...]:
+    """Blocks of each stage such that the slowest stage is as fast as can be, and the rest as even as can be.
 
-    No stage is left without a block as long as there are enough.
+    No stage is left without a block as long as there are enough. Blocks are cut where that makes the slowest stage
+    faster by `WORTH`.
     """
-    n, least = len(costs.blocks), int(len(costs.blocks) >= stages)
-    total = [0.0]
-    for cost in costs.blocks:
-        total.append(total[-1] + cost)
-    # best[k]: (most expensive stage, sum of squares, counts) of the first stages holding k blocks
+    ends = costs.first, costs.last
+    slowest, counts = _fewest(costs.in_time(cut=False), ends, stages, inf)
+    if not costs.attention:
+        return counts
+    faster, halves = _fewest(costs.in_time(cut=True), ends, stages, slowest * (1 - WORTH))
+    return tuple(tidy(n / 2) for n in halves) if faster < inf else counts
+
+
+def _fewest(
+    each: Sequence[float], ends: tuple[float, float], stages: int, most: float
+) -> tuple[float, tuple[int, ...]]:
+    """(the slowest stage, units of every stage) of the best split whose stages take at most `most`; inf where none."""
+    n, least = len(each), int(len(each) >= stages)
+    total = [0.0, *accumulate(each)]
+    # best[k]: (slowest stage, sum of squares, counts) of the first stages holding k units
     best: list[tuple[float, float, tuple[int, ...]]] = [(0.0, 0.0, ()), *((inf, inf, ()) for _ in range(n))]
     for stage in range(stages):
-        extra = (costs.first if stage == 0 else 0) + (costs.last if stage == stages - 1 else 0)
+        extra = (ends[0] if stage == 0 else 0) + (ends[1] if stage == stages - 1 else 0)
         best = [
             min(
-                (max(best[a][0], cost), best[a][1] + cost * cost, (*best[a][2], k - a))
-                for a in range(k + 1)
-                for cost in (total[k] - total[a] + extra if k - a >= least else inf,)
+                (
+                    (max(best[a][0], cost), best[a][1] + cost * cost, (*best[a][2], k - a))
+                    for a in range(max(0, bisect_left(total, total[k] + extra - most)), k + 1 - least)
+                    for cost in (total[k] - total[a] + extra,)
+                ),
+                default=(inf, inf, ()),
             )
             for k in range(n + 1)
         ]
-    return list(best[n][2])
+    return best[n][0], best[n][2]
 
 
-def check_counts(counts: Sequence[int], num_layers: int, stages: int) -> None:
+def check_counts(counts: Sequence[float], num_layers: int, stages: int) -> None:
     """Refuses counts that do not deal every block to exactly the stages there are."""
-    if len(counts) != stages or sum(counts) != num_layers or min(counts) < 0:
+    if len(counts) != stages or sum(counts) != num_layers or min(counts) < 0 or any(2 * n % 1 for n in counts):
         raise refuse(
             f"num_layers {num_layers} over {stages} pipeline stages as {list(counts)}",
-            f"the stages must be {stages} counts >= 0 that sum to {num_layers}, these sum to {sum(counts)}",
+            f"the stages must be {stages} counts >= 0, of blocks or halves of blocks, that sum to {num_layers}, these "
+            f"sum to {tidy(sum(counts))}",
             "--layers-per-stage with counts that sum to num_layers, or leave it out for an even split",
         )
+
+
+def check_cuts(counts: Sequence[float], cut: bool) -> None:
+    """Refuses halves of blocks that cannot be cut."""
+    if not cut and any(n % 1 for n in counts):
+        raise refuse(
+            f"--layers-per-stage {','.join(map(str, counts))}",
+            "blocks of this model are not cut: their MLP reads what their attention reads, or a second stream",
+            "--layers-per-stage with whole numbers, or leave it out for an even split",
+        )
+
+
+def ranges_of(counts: Sequence[float]) -> list[range]:
+    """The split in which the stages have so many blocks."""
+    stops = [round(2 * stop) for stop in accumulate(counts)]
+    starts = [0, *stops[:-1]]
+    return [range(a // 2, (b + (a < b)) // 2) for a, b in zip(starts, stops, strict=True)]
+
+
+def half_of(split: Sequence[range], stage: int, block: int) -> str:
+    """What a stage has of a block: "" for all of it, or the half that is named as its modules are."""
+    holders = [s for s, blocks in enumerate(split) if block in blocks]
+    return "" if len(holders) == 1 else ATTENTION if stage == holders[0] else MLP
+
+
+def halves_of(split: Sequence[range], stage: int) -> tuple[str, ...]:
+    """The same of every block of a stage."""
+    return tuple(half_of(split, stage, block) for block in split[stage])
+
+
+def counts_of(split: Sequence[range]) -> list[float]:
+    """Blocks of every stage."""
+    return [tidy(sum(0.5 if half else 1.0 for half in halves_of(split, s))) for s in range(len(split))]
+
+
+def tidy(count: float) -> float:
+    """A whole number as one."""
+    return int(count) if count == int(count) else count
 
 
 def even_counts(num_layers: int, stages: int, first: int = 0, last: int = 0) -> list[int]:

@@ -35,6 +35,7 @@ from isotron.core.parallel.host import HostActivations
 from isotron.core.parallel.keep import shared_inputs
 from isotron.core.parallel.plan import Layout
 from isotron.core.parallel.shards import Sharding, sharing
+from isotron.core.parallel.split import halves_of
 from isotron.core.parallel.tensor import fill_sockets
 from isotron.core.parallel.ties import Holders, holders
 from isotron.core.parallel.units import Units
@@ -111,7 +112,8 @@ def build_stage(
     beside: Mapping[int, Stage],
     frozen: tuple[str, ...] = (),
 ) -> Stage:
-    """Stage `number`, holding blocks `split[number]`, with its initial weights.
+    """Stage `number`, holding blocks `split[number]`, with its initial weights; of a block that it shares with another
+    stage, its half.
 
     `beside`: the stages before it on its rank. What they hold of what several stages hold is here the same parameter,
     which the first of them owns. `frozen`: patterns of global names of parameters that are not trained.
@@ -120,6 +122,9 @@ def build_stage(
     first, last, layers = number == 0, number == len(split) - 1, split[number]
     with torch.device("meta"):
         module: Decoder = import_module(f"isotron.core.models.{cfg.family}").build(cfg, layers, first, last, padded)
+    for block, half in zip(module.layers.values(), halves_of(split, number), strict=True):
+        if half:
+            block.keep_half(half)  # type: ignore[operator]
     table = cfg.layout(padded)
     held = holders(cfg, table, split)
     groups = _tie_groups(held, layout, mesh)
