@@ -49,7 +49,7 @@ AXES = {
     "schedule": ("1f1b", "gpipe"),
     "overlap": (True, False),
     "mlp_chunks": (1, 3),
-    "messages": ("memory", "gloo"),
+    "messages": ("memory", "turns", "gloo"),
     "halves": (False, True),
 }
 

@@ -15,7 +15,8 @@ The gradients are wired where the operation is (parallel/tensor.py), because a l
 its input gradient before it computes its weight gradient. Everything that can be waited for returns a `Pending`.
 
 NCCL's own collectives are used on GPUs. On CPUs the ranks of one machine meet in its memory (shared_memory.py) where a
-message fits there, and each adds up what all have, in rank order. Everything else is gloo's, which sums bfloat16 in
+message fits there, and each adds up what all have, in rank order; flat buffers and sums that are larger go in turns, at
+once, each piece added up by its owner. Everything else is gloo's, which sums bfloat16 in
 bfloat16 and whose reduce-scatter is slow: there, sums are built from an all-to-all and one addition in float32.
 """
 
@@ -23,7 +24,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial, reduce
 from typing import Any
 
@@ -93,12 +94,30 @@ def _met(post: shm.Post, finish: Callable[[list[Tensor]], Tensor], dtype: torch.
     return Pending((post,), complete)
 
 
+def _line_for_turns(x: Tensor, group: Group) -> shm.Line | None:
+    """The ranks' memory, for what is larger than a message may be there."""
+    line = group.line if x.device.type == "cpu" else None
+    return line if line is not None and line.is_clear and x.is_contiguous() else None
+
+
+def _take_turns(line: shm.Line, turns: Iterable[shm.Turn]) -> None:
+    started = time.perf_counter()
+    line.take_turns(turns)
+    WAITED.seconds += time.perf_counter() - started
+
+
 def start_all_reduce(x: Tensor, group: Group, op: str = "sum") -> Pending:
     """Sum or max of `x` over the group, in place. 16-bit sums are formed in float32."""
     if group.size == 1:
         return done(x)
     if (post := _post(x, group)) is not None:
         return _met(post, partial(_reduced, x, op), x.dtype)
+    if op == "sum" and (line := _line_for_turns(x, group)) is not None:
+        flat = x.detach().view(-1)
+        cuts = [len(flat) * i // group.size for i in range(group.size + 1)]
+        _take_turns(line, _sum_turns(flat, cuts, group, flat[cuts[group.index] : cuts[group.index + 1]], False))
+        _take_turns(line, _gather_turns(flat, cuts, group))
+        return done(x)
     reduce_op = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op]
     if x.dtype in (torch.bfloat16, torch.float16) and _is_gloo(group):
         wide = x.float()
@@ -139,10 +158,15 @@ def all_gather(x: Tensor, group: Group, dim: int) -> Tensor:
     return start_all_gather(x, group, dim).wait()
 
 
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """In which sums are formed: float32 for 16 bits."""
+    return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
+
+
 def _sum_parts(parts: Sequence[Tensor] | Tensor) -> Tensor:
     """Sum in rank order, in float32 for 16-bit types; never one of the parts themselves."""
     narrow = parts[0].dtype
-    wide = narrow if not narrow.is_floating_point else torch.promote_types(narrow, torch.float32)
+    wide = _wide(narrow)
     total = parts[0].to(wide, copy=True) if narrow != wide else parts[0] + parts[1]
     for part in parts[1 if narrow != wide else 2 :]:
         total.add_(part)
@@ -186,6 +210,9 @@ def start_reduce_flat(
     if (post := _post(flat, group)) is not None:
         own = slice(cuts[group.index], cuts[group.index + 1])
         return _met(post, lambda parts: _put_sum([p[own] for p in parts], target, add), flat.dtype)
+    if (line := _line_for_turns(flat, group)) is not None:
+        _take_turns(line, _sum_turns(flat, cuts, group, target, add))
+        return done(target)
     lengths = [b - a for a, b in zip(cuts, cuts[1:], strict=False)]
     received = flat.new_empty((group.size, mine.numel()))
     work = dist.all_to_all_single(
@@ -195,14 +222,63 @@ def start_reduce_flat(
 
 
 def _put_sum(parts: Sequence[Tensor] | Tensor, into: Tensor, add: bool) -> Tensor:
-    """The sum of the parts, in rank order and in the type of `into`, put or added there."""
+    """The sum of the parts, in rank order and in the type of `into`, put or added there. `into` may be one of the first
+    two parts.
+    """
     if not into.numel():
         return into
-    wide = torch.promote_types(into.dtype, torch.float32)
-    total = parts[0].to(wide, copy=True) if add or into.dtype != wide else into.copy_(parts[0])
-    for part in parts[1:]:
+    wide, rest = _wide(into.dtype), parts[1:]
+    if add or into.dtype != wide:
+        total = parts[0].to(wide, copy=True)
+    elif parts[0].dtype != wide or not len(rest):
+        total = into.copy_(parts[0])
+    else:
+        total, rest = torch.add(parts[0], parts[1], out=into), parts[2:]
+    for part in rest:
         total.add_(part)
+    if total is into:
+        return into
     return into.add_(total) if add else into.copy_(total)
+
+
+def _sum_turns(flat: Tensor, cuts: Sequence[int], group: Group, into: Tensor, add: bool) -> Iterator[shm.Turn]:
+    """`reduce_flat` in turns: in each the ranks give an owner their parts of a piece of its run."""
+    step = shm.SLOT // flat.element_size()
+    for at in range(0, max(b - a for a, b in zip(cuts, cuts[1:], strict=False)), step):
+        for owner in range(group.size):
+            piece = flat[cuts[owner] + at : max(cuts[owner] + at, min(cuts[owner] + at + step, cuts[owner + 1]))]
+            if not len(piece):
+                continue
+            size = piece.numel() * piece.element_size()
+            sizes = [0 if rank == owner else size for rank in range(group.size)]
+            if owner == group.index:
+                take = partial(_take_sum, piece, group.index, into[at : at + step], add)
+                yield shm.Turn(flat[:0], sizes, take)
+            else:
+                yield shm.Turn(piece, sizes, None)
+
+
+def _take_sum(own: Tensor, index: int, into: Tensor, add: bool, parts: list[Tensor]) -> None:
+    """The parts of the others, as they come, and the own one, which may lie where the sum goes."""
+    found = [part.view(own.dtype) for part in parts]
+    found[index] = own.clone() if index > 1 else own
+    _put_sum(found, into, add)
+
+
+def _gather_turns(flat: Tensor, cuts: Sequence[int], group: Group) -> Iterator[shm.Turn]:
+    """`gather_flat` in turns: in each every rank gives a piece of its run."""
+    step = shm.SLOT // flat.element_size()
+    runs = [flat[a:b] for a, b in zip(cuts, cuts[1:], strict=False)]
+    for at in range(0, max(map(len, runs)), step):
+        pieces = [run[at : at + step] for run in runs]
+        sizes = [piece.numel() * piece.element_size() for piece in pieces]
+        yield shm.Turn(pieces[group.index], sizes, partial(_take_pieces, pieces, group.index))
+
+
+def _take_pieces(pieces: list[Tensor], index: int, parts: list[Tensor]) -> None:
+    for i, (piece, part) in enumerate(zip(pieces, parts, strict=True)):
+        if i != index:
+            piece.copy_(part.view(piece.dtype))
 
 
 def start_gather_flat(flat: Tensor, cuts: Sequence[int], group: Group) -> Pending:
@@ -213,6 +289,9 @@ def start_gather_flat(flat: Tensor, cuts: Sequence[int], group: Group) -> Pendin
     mine = runs[group.index]
     if (post := _post(mine, group, [len(run) for run in runs])) is not None:
         return _met(post, partial(_put_runs, flat, runs), flat.dtype)
+    if (line := _line_for_turns(flat, group)) is not None:
+        _take_turns(line, _gather_turns(flat, cuts, group))
+        return done(flat)
     ops = []
     for step in range(1, group.size):
         to, of = (group.index + step) % group.size, (group.index - step) % group.size

@@ -7,7 +7,7 @@ that has died is seen at once, since its streams end.
 
 Everything that is posted on a line comes in the same order on all its ranks, so a message needs no name. There is no
 room for a large one while this rank itself has not read what the slot holds; else a post waits at most for others to
-read what this rank has read.
+read what this rank has read. What is larger than a slot goes in turns, as many under way as there are slots.
 
 Only Linux has what this needs (memory without a file, sockets without one); `ISOTRON_SHM_DISABLE=1` turns it off.
 """
@@ -21,8 +21,10 @@ import selectors
 import socket
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -87,6 +89,23 @@ class Post:
             self.line.was_read(self.number)
 
 
+class Turn(NamedTuple):
+    """What this rank gives, of no more than a slot; the bytes of every rank's; and what takes the bytes of all, None
+    where they are for others.
+    """
+
+    own: Tensor
+    sizes: Sequence[int]
+    take: Callable[[list[Tensor]], object] | None
+
+
+def _finish(post: Post, turn: Turn) -> None:
+    post.wait()
+    if turn.take is not None:
+        turn.take(post.parts())
+    post.done()
+
+
 class Line:
     """The streams and slots of some ranks; `timeout` in seconds is how long a message may take to come."""
 
@@ -107,6 +126,21 @@ class Line:
     def has_room(self, size: int) -> bool:
         """Whether a message of so many bytes can be posted: the same answer on all ranks, which post and read alike."""
         return size <= INLINE or (size <= SLOT and min(self._unread, default=self._posted) > self._posted - SLOTS)
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether this rank has read every large message, so that turns may have all slots: alike on all ranks, too."""
+        return not self._unread
+
+    def take_turns(self, turns: Iterable[Turn]) -> None:
+        """Messages one after the other, the same turns on all ranks; each is taken before the last slots are needed."""
+        ahead: deque[tuple[Post, Turn]] = deque()
+        for turn in turns:
+            if len(ahead) == SLOTS:
+                _finish(*ahead.popleft())
+            ahead.append((self.post(turn.own, turn.sizes), turn))
+        while ahead:
+            _finish(*ahead.popleft())
 
     # ---- sending ---------------------------------------------------------------------------------------------------
 

@@ -189,15 +189,23 @@ class _infinite_gradient:
 
 @contextmanager
 def by_way_of(way: str) -> Iterator[None]:
-    """Messages go through the streams of ranks that meet in memory, through their slots, or over gloo."""
-    inline = 0 if way == "slots" else shm.INLINE
-    with patch.dict(os.environ, {shm.OFF: "1" if way == "gloo" else ""}), patch.object(shm, "INLINE", inline):
+    """Messages go through the streams of ranks that meet in memory, through their slots, in turns of small slots, or
+    over gloo.
+    """
+    sizes = {"slots": {"INLINE": 0}, "turns": {"INLINE": 0, "SLOT": 32}}.get(way, {"INLINE": shm.INLINE})
+    with patch.dict(os.environ, {shm.OFF: "1" if way == "gloo" else ""}), patch.multiple(shm, **sizes):
         yield
 
 
 def measured_over_gloo(case: Case) -> Measured:
     """A case of ranks that do not meet in memory."""
     with by_way_of("gloo"):
+        return measure(case)
+
+
+def measured_in_turns(case: Case) -> Measured:
+    """A case of ranks that meet in memory where next to nothing fits."""
+    with by_way_of("turns"), patch.multiple(shm, INLINE=256, SLOT=2048):
         return measure(case)
 
 

@@ -14,10 +14,11 @@ from isotron.train.verify import measure
 from tests.covering import Case as Choice
 from tests.covering import covering, product_of, uncovered
 from tests.matrix import AXES, LAYOUTS, case_of, equals_one_process, legal
-from tests.ranks.bodies import measured_over_gloo
+from tests.ranks.bodies import measured_in_turns, measured_over_gloo
 
 PAIRS = covering(AXES, legal)
 WHOLE = {**AXES, "mlp_chunks": (1,), "messages": ("memory",), "halves": (False,)}  # of these the pairs suffice
+BODIES = {"memory": measure, "turns": measured_in_turns, "gloo": measured_over_gloo}
 REST = [choice for choice in product_of(WHOLE, legal) if choice not in PAIRS]
 
 
@@ -34,8 +35,7 @@ def name_of(choice: Choice) -> str:
 
 
 def check(ranks: Callable[..., list[Any]], choice: Choice, steps: int = 2) -> None:
-    body = measured_over_gloo if choice["messages"] == "gloo" else measure
-    equals_one_process(ranks, case_of(choice, steps), name_of(choice), body)
+    equals_one_process(ranks, case_of(choice, steps), name_of(choice), BODIES[choice["messages"]])
 
 
 def test_every_pair_of_features_is_covered() -> None:
