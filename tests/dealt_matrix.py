@@ -43,17 +43,18 @@ AXES = {
     "zero": (0, 1, 2, 3),
     "slots": (4, 8, 16),
     "rows": ("documents", "whole"),
-    "comm": ("p2p", "allgather"),
+    "comm": ("p2p", "allgather", "a2a/p2p"),  # the last: of every other block
     "recompute": ("none", "selective", "full"),
     "experts": ("here", "dealt", "halves"),  # halves: dealt, and a half of the tokens sent at a time
 }
 
 
 def legal(choice: Choice) -> bool:
-    """Rows fit the ranks; only experts are dealt."""
+    """Rows fit the ranks, and ranks divide heads that are dealt; only experts are dealt."""
     ranks = 4 if choice["beside"] in ("DP4", "CP2xDP2") else 2
     dense = choice["model"] in ("dropout", "positions")
-    return choice["slots"] * ranks >= 16 and not (dense and choice["experts"] != "here")
+    heads = choice["comm"] != "a2a/p2p" or choice["beside"] != "CP3xDP2"  # 8 heads are dealt to 2 or 4 ranks
+    return choice["slots"] * ranks >= 16 and heads and not (dense and choice["experts"] != "here")
 
 
 def case_of(choice: Choice) -> Case:
@@ -63,7 +64,7 @@ def case_of(choice: Choice) -> Case:
         **BESIDE[choice["beside"]],
         zero=choice["zero"],
         max_seqlen_per_dp_cp_rank=choice["slots"],
-        cp_comm_type=(choice["comm"],),
+        cp_comm_type=("a2a", "p2p") * 2 if choice["comm"] == "a2a/p2p" else (choice["comm"],),
         recompute=choice["recompute"],
         ep=1 if choice["experts"] == "here" else 2,
         etp=0 if choice["experts"] == "here" else 1,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import prod
+from math import lcm, prod
 
 from isotron.config.rules import Facts, Rule, asked, moved
 from isotron.config.schema import RunConfig
@@ -37,13 +37,15 @@ def _types(c: RunConfig, f: Facts) -> Problem:
 def _inner(c: RunConfig) -> int:
     """Most ranks that the heads of a layer are dealt to."""
     given, sizes = c.layout.cp_comm_type, c.layout.hierarchical_cp_sizes
-    return max(c.layout.cp if "a2a" in given else 1, sizes[0] if "a2a+p2p" in given and sizes else 1)
+    whole = lcm(c.layout.cp, largest_group(c.layout.data_ranks)) if c.layout.hybrid_context_parallel else c.layout.cp
+    return max(whole if "a2a" in given else 1, sizes[0] if "a2a+p2p" in given and sizes else 1)
 
 
 def _heads(c: RunConfig, f: Facts) -> Problem:
     heads, n = c.model.num_attention_heads // c.layout.tp, _inner(c)
     case = f"an all-to-all deals the {heads} query heads of a rank to {n} ranks, and {heads} / {n} = {heads / n:g}"
-    given = asked(c, "cp", "cp_comm_type", "num_attention_heads", *moved(c, "tp", "hierarchical_cp_sizes"))
+    dealt = ("dp", "hybrid_context_parallel") if c.layout.hybrid_context_parallel else ()
+    given = asked(c, "cp", *dealt, "cp_comm_type", "num_attention_heads", *moved(c, "tp", "hierarchical_cp_sizes"))
     levels = f"--cp-comm-type a2a+p2p --hierarchical-cp-sizes 1,{c.layout.cp}"
     return Problem(given, case, levels if c.layout.hierarchical_cp_sizes else "--cp-comm-type p2p")
 
@@ -81,7 +83,7 @@ def _against_hybrid(c: RunConfig) -> dict[str, tuple[bool, str]]:
     together = layout.ep > 1 or layout.expert_tp != layout.tp
     return {
         "schedule": (is_file(layout.schedule), "--schedule auto"),
-        "cp_comm_type": (any(t not in ("p2p", "allgather") for t in layout.cp_comm_type), "--cp-comm-type p2p"),
+        "cp_comm_type": ("a2a+p2p" in layout.cp_comm_type, "--cp-comm-type a2a"),
         "moe_token_dispatcher_type": (
             together and layout.moe_token_dispatcher_type == "allgather", "--moe-token-dispatcher-type alltoall"
         ),
@@ -99,7 +101,7 @@ def _against_hybrid(c: RunConfig) -> dict[str, tuple[bool, str]]:
 def _hybrid_beside(c: RunConfig, f: Facts) -> Problem:
     wrong = {leaf: fix for leaf, (here, fix) in _against_hybrid(c).items() if here}
     case = "documents are dealt anew to groups of ranks, a number of microbatches that no file can know: "
-    case += "a ring or a gather, and nothing that looks at a whole row or at a microbatch as they were"
+    case += "one level of them, and nothing that looks at a whole row or at a microbatch as they were"
     return Problem(asked(c, "hybrid_context_parallel", *wrong), case, " ".join(dict.fromkeys(wrong.values())))
 
 
@@ -120,12 +122,12 @@ def _costs_broken(c: RunConfig, f: Facts) -> bool:
     given, most = c.layout.hybrid_costs, c.layout.max_seqlen_per_dp_cp_rank
     if not c.layout.hybrid_context_parallel:
         return bool(given or most)
-    return bool(given) and (len(given) not in (2, 3) or min(given) <= 0)
+    return bool(given) and (len(given) not in (2, 3, 4) or min(given) <= 0)
 
 
 def _hybrid_unused(c: RunConfig, f: Facts) -> Problem:
     given = moved(c, "max_seqlen_per_dp_cp_rank", "hybrid_costs")
-    case = "only documents that are dealt anew have them, two or three numbers above 0 for the costs"
+    case = "only documents that are dealt anew have them, two to four numbers above 0 for the costs"
     fix = "--hybrid-context-parallel --hybrid-costs 1.0,0.001"
     return Problem(asked(c, *given, "hybrid_context_parallel"), case, fix)
 
@@ -134,13 +136,14 @@ _HYBRID = (
     "hybrid_context_parallel schedule cp_comm_type ep etp moe_token_dispatcher_type moe_router_load_balancing_type "
     "moe_aux_loss_coeff moe_expert_capacity_factor rope_scaling"
 )
-_HEADS = ("cp", "cp_comm_type", "hierarchical_cp_sizes", "num_attention_heads", "tp")
+_HEADS = ("cp", "dp", "hybrid_context_parallel", "cp_comm_type", "hierarchical_cp_sizes", "num_attention_heads", "tp")
 CONTEXT_RULES: tuple[Rule, ...] = (
     Rule("cp divides the sequence", ("cp", "seq_length"),
          lambda c, f: c.layout.cp > 1 and c.data.seq_length % (2 * c.layout.cp) != 0, _sequence),
     Rule("types of cp", ("cp_comm_type", "num_layers"), _types_broken, _types),
     Rule("cp divides heads", _HEADS,
-         lambda c, f: c.layout.cp > 1 and c.model.num_attention_heads % c.layout.tp == 0
+         lambda c, f: (c.layout.cp > 1 or c.layout.hybrid_context_parallel)
+         and c.model.num_attention_heads % c.layout.tp == 0
          and (c.model.num_attention_heads // c.layout.tp) % max(_inner(c), 1) != 0, _heads),
     Rule("documents dealt anew", tuple(_HYBRID.split()),
          lambda c, f: c.layout.hybrid_context_parallel and any(here for here, _ in _against_hybrid(c).values()),

@@ -47,6 +47,16 @@ def test_work_is_equal(ranks, seed):
     assert max(found) <= 1.03 * sum(found) / ranks
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_messages_are_work_of_those_who_share(seed):
+    """Long documents in groups of some of the ranks: the others are given more of the short ones."""
+    costs = Costs(1.0, 0.001, message=0.3)
+    pieces = [*long_tail(300, seed, 512), *(Piece(300 + i, 0, 1500) for i in range(5))]
+    blind, seeing = (loads(deal(pieces, 8, 512, c), 8, costs) for c in (replace(costs, message=0.0), costs))
+    assert max(seeing) <= 1.02 * sum(seeing) / 8 < max(blind)
+    assert costs.share(100, 1) == costs.of(100) and costs.share(100, 4) == (costs.of(100) + 0.3 * 300) / 4
+
+
 def test_a_document_that_would_keep_others_waiting_is_shared():
     pieces = [Piece(0, 0, 400), *(Piece(i, 0, 10) for i in range(1, 5))]
     shares = deal(pieces, 4, 512, COSTS)  # it fits one rank, with nearly all the work

@@ -14,6 +14,7 @@ Everything else of a layer works token by token and needs nothing. Gradients are
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import replace
 
 import torch
@@ -84,7 +85,18 @@ def _fill_varied(module: Decoder, layout: Layout, mesh: Mesh) -> None:
         for layer in list(block.modules()):
             plain = getattr(layer, "core", None)
             if isinstance(plain, Causal):
-                layer.core = Varied(plain, groups, gather=layout.cp_type(number) == "allgather")
+                kind, tp = layout.cp_type(number), mesh.group("tp")
+                layer.core = Varied(plain, {g.size: _core_among(plain, kind, g, tp) for g in groups})
+
+
+def _core_among(plain: Causal, kind: str, group: Group, tp: Group) -> nn.Module:
+    """The core of a layer for microbatches of one group. Heads are dealt by a copy: each size drops those it has."""
+    ranks = range(group.size)
+    if kind in ("p2p", "allgather"):
+        return Ring(plain, group, [[i] for i in ranks], gather=kind == "allgather")
+    plain = deepcopy(plain)
+    plain.dropout.heads = (tp.index * group.size + group.index, tp.size * group.size)
+    return Heads(plain, group, ranks)
 
 
 def context_core(plain: Causal, kind: str, layout: Layout, mesh: Mesh) -> nn.Module:

@@ -26,17 +26,22 @@ MICROBATCH_TOKENS = 64  # as many tokens' work is what a microbatch costs by its
 
 @dataclass(frozen=True)
 class Costs:
-    """Work of a token, of a query that meets a key, and of a microbatch by itself, in any unit; without the last one
-    documents are dealt anew in any case.
+    """Work of a token, of a query that meets a key, of a microbatch by itself, and of passing a token's keys and values
+    on once, in any unit; without that of a microbatch documents are dealt anew in any case.
     """
 
     token: float
     pair: float
     microbatch: float = 0.0
+    message: float = 0.0
 
     def of(self, length: int) -> float:
         """Work of a document of `length` tokens."""
         return self.token * length + self.pair * length * (length + 1) / 2
+
+    def share(self, length: int, size: int) -> float:
+        """Work of each of `size` ranks that hold a document together: its part of it, and all the others' keys."""
+        return (self.of(length) + self.message * length * (size - 1)) / size
 
 
 @dataclass(frozen=True)
@@ -115,7 +120,7 @@ def _dealt_anew(pieces: Sequence[Piece], ranks: int, most: int, costs: Costs) ->
             first = min(range(0, ranks, size), key=lambda r: (load[r], r))
             mine.setdefault(first, []).append(piece)
             for rank in range(first, first + size):
-                load[rank] += costs.of(piece.length) / size
+                load[rank] += costs.share(piece.length, size)
         for first, held in sorted(mine.items()):
             rows = [[p] for p in held] if size > 1 else _packed(held, most)
             shares += [Share(first, size, tuple(row)) for row in rows]
@@ -126,7 +131,7 @@ def _group_for(length: int, ranks: int, most: int, costs: Costs, fair: float) ->
     """Ranks for a document: as few as hold it, and more where its share would be above a rank's fair one."""
     largest = largest_group(ranks)
     size = 1
-    while size < largest and (length > most * size or costs.of(length) / size > fair):
+    while size < largest and (length > most * size or costs.share(length, size) > fair):
         size *= 2
     if length > most * size:
         need = -(-length // largest)
@@ -162,7 +167,7 @@ def loads(shares: Sequence[Share], ranks: int, costs: Costs) -> list[float]:
 def _part(share: Share, i: int, costs: Costs) -> float:
     """Work of member `i` of a group: one document is cut so that all have the same, several in a row are not."""
     if share.size == 1 or len(share.pieces) <= 1:
-        return sum(costs.of(p.length) for p in share.pieces) / share.size
+        return sum(costs.share(p.length, share.size) for p in share.pieces)
     total = sum(p.length for p in share.pieces)
     runs, start, pairs = zigzag(i, share.size, -(-total // (2 * share.size)) * 2 * share.size), 0, 0.0
     for piece in share.pieces:
@@ -170,4 +175,4 @@ def _part(share: Share, i: int, costs: Costs) -> float:
             low, high = max(run.row, start) - start, min(run.row + run.length, start + piece.length) - start
             pairs += max(0, high - low) * (low + high + 1) / 2
         start += piece.length
-    return costs.token * total / share.size + costs.pair * pairs
+    return costs.share(total, share.size) - costs.pair * (total * (total + 1) / 2 / share.size - pairs)

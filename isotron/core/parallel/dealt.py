@@ -7,7 +7,7 @@ what it saw in its row: its own tokens, positions and labels. Documents without 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,11 +16,9 @@ import torch.nn as nn
 from torch import Tensor
 
 from isotron.core.batch import Batch, Origin, Part
-from isotron.core.mesh import Group
 from isotron.core.nn.attention import Causal
 from isotron.core.nn.context import Context
 from isotron.core.nn.mtp import looked_ahead
-from isotron.core.parallel.context_ring import Ring
 from isotron.core.parallel.deal import Costs, Piece, Share, deal, evened
 from isotron.core.rows import slots, whole, zigzag
 
@@ -28,19 +26,19 @@ _FIELDS = ("tokens", "labels", "loss_mask", "positions")
 
 
 class Varied(nn.Module):
-    """Socket: the core of a layer for microbatches of groups of different size, `groups` by their size above 1."""
+    """Socket: the core of a layer for microbatches of groups of different size, `cores` by their size above 1."""
 
-    def __init__(self, plain: Causal, groups: Sequence[Group], gather: bool) -> None:
+    def __init__(self, plain: Causal, cores: Mapping[int, nn.Module]) -> None:
         super().__init__()
         self.plain = plain
-        self.rings = nn.ModuleDict({str(g.size): Ring(plain, g, [[i] for i in range(g.size)], gather) for g in groups})
+        self.cores = nn.ModuleDict({str(size): core for size, core in cores.items()})
 
     def forward(
         self, q_BHSN: Tensor, k_BKSN: Tensor, v_BKSN: Tensor, ctx: Context, sinks_H: Tensor | None = None
     ) -> Tensor:
         """o_BHSN of the local queries."""
         part = ctx.batch.part
-        core = self.plain if part is None or len(part.runs) == 1 else self.rings[str(len(part.runs))]
+        core = self.plain if part is None or len(part.runs) == 1 else self.cores[str(len(part.runs))]
         return core(q_BHSN, k_BKSN, v_BKSN, ctx, sinks_H)
 
 

@@ -93,8 +93,8 @@ class Layout:
     )
     hybrid_costs: tuple[float, ...] = option(
         (),
-        "work of a token, of a pair of query and key and, if given, of a microbatch by itself, in any unit, by which "
-        "documents are dealt; empty means multiply-adds",
+        "work of a token, of a pair of query and key and, if given, of a microbatch by itself and of passing a token's "
+        "keys and values on once, in any unit, by which documents are dealt; empty means multiply-adds",
     )
     ep: int = option(1, "expert-parallel ranks: the experts of every block are dealt to them")
     etp: int = option(0, "ranks over which the width of each expert is split; 0 means tp")
