@@ -1,8 +1,10 @@
-"""The C library's heap, set for tensors: pages of 2 MiB, and memory that stays with the process. PURE.
+"""What a process is born with: the C library's heap, set for tensors, and threads that wait without spinning. PURE.
 
 The tensors of a step are freed and asked for again all the time. As it comes, glibc hands large blocks back to the
 system, which clears them page by page when they are touched again, and 4 KiB pages of weights and optimizer state miss
-the processor's page tables. Both are read when a process starts: a process that is to have them starts once more.
+the processor's page tables: here pages have 2 MiB, and memory stays with the process. As they come, OpenMP's threads
+spin, and where others want the cores a step takes tens of times as long. All this is read when a process starts: one
+that is to have it starts once more.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from collections.abc import Mapping
 
 VARIABLE = "GLIBC_TUNABLES"
 PLAIN = "ISOTRON_PLAIN_HEAP"  # set to anything: leave the heap as it is
+WAITING = "OMP_WAIT_POLICY"
 NEVER = 1 << 34  # bytes: no block and no free rest is so large
 TUNABLES = ":".join(
     f"glibc.malloc.{name}={value}"
@@ -21,13 +24,15 @@ TUNABLES = ":".join(
 
 
 def settings(environ: Mapping[str, str], platform: str = sys.platform) -> dict[str, str]:
-    """The variables that a new process needs; none where there is no glibc or the user has set the heap."""
+    """The variables that a new process needs; none where there is no glibc, and nothing that the user has set."""
+    if platform != "linux" or not _has_glibc():
+        return {}
     own = any(name in (VARIABLE, PLAIN) or name.startswith("MALLOC_") for name in environ)
-    return {} if own or platform != "linux" or not _has_glibc() else {VARIABLE: TUNABLES}
+    return ({} if own else {VARIABLE: TUNABLES}) | ({} if WAITING in environ else {WAITING: "passive"})
 
 
 def start_again() -> None:
-    """This process from its beginning with its heap set, where that is not so yet; keeps its number and its files."""
+    """This process from its beginning with what it needs, where it has not yet; keeps its number and its files."""
     wanted = settings(os.environ)
     if wanted and sys.executable:
         sys.stdout.flush()

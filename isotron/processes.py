@@ -209,7 +209,7 @@ def _born_well() -> Iterator[None]:
     """What a process reads at its very start, so that the fork server must be born with it: spinning OpenMP threads
     cost 10x where processes share cores, and the heap is set for tensors.
     """
-    wanted = {"OMP_WAIT_POLICY": "passive", **heap.settings(os.environ)}
+    wanted = {heap.WAITING: "passive", **heap.settings(os.environ)}
     added = {name: value for name, value in wanted.items() if name not in os.environ}
     os.environ.update(added)
     try:

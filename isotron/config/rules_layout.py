@@ -127,11 +127,9 @@ def _stage_list(c: RunConfig, f: Facts) -> Problem:
     given = f"given are {len(counts)} that sum to {sum(counts):g}"
     kind = ", in whole and half blocks," if any(n % 1 for n in counts) else ""
     case = f"{stages} stages{_product(c)} need {stages} counts of 0 or more{kind} that sum to {layers}; {given}"
-    return Problem(
-        asked(c, "layers_per_stage", "num_layers", "pp", *moved(c, "vpp")),
-        case,
-        f"--layers-per-stage {even_split(layers, stages)}",
-    )
+    whole = sum(counts) == layers and len(counts) > 1 and stages == 1  # the number of stages is what is missing
+    fix = f"--pp {len(counts)}" if whole else f"--layers-per-stage {even_split(layers, stages)}"
+    return Problem(asked(c, "layers_per_stage", "num_layers", "pp", *moved(c, "vpp")), case, fix)
 
 
 def _cut_uncuttable(c: RunConfig) -> bool:

@@ -36,7 +36,7 @@ from isotron.data.masking import Masking
 from isotron.data.mock import MockDataset
 from isotron.data.packed import PackedDataset
 from isotron.data.parts import NAMES, check_part
-from isotron.tokenizers.base import Tokenizer
+from isotron.tokenizers.base import Tokenizer, other_files
 
 Log = Callable[[str], None]
 CACHE = "isotron_index_cache"
@@ -313,6 +313,8 @@ def _check_note(prefix: str, request: _Request) -> None:
     if request.eod is not None and isinstance(eod, int) and eod != request.eod:
         case = f"its documents end with id {eod}, the tokenizer's end of document is {request.eod}"
         raise refuse(f"data {prefix}", case, "the tokenizer that the data was preprocessed with")
+    if request.tokenizer is not None and (other := other_files(made, request.tokenizer)):
+        request.log(f"data {prefix} was preprocessed with another tokenizer, by its note: {other}")
     names = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
     asked = [f"--{name.replace('_', '-')}" for name in names if getattr(config, name)]
     if asked and note.get("append_eod") is False:

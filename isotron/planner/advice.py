@@ -52,7 +52,7 @@ def contradictions(job: Job) -> list[str]:
     if layout.zero >= 1 and job.data_ranks == 1:
         owner = "there is one owner of the optimizer's state"
         found.append(f"--zero {layout.zero} with --dp 1 shards nothing: {owner}; leave --zero out")
-    if layout.stages > job.config.num_layers:
+    if layout.stages > job.config.num_layers and min(layout.layers_per_stage, default=0) == 0:
         found.append(
             f"{layout.stages} pipeline stages for {job.config.num_layers} layers: some stages hold no layer; "
             f"a smaller --pp or --vpp"

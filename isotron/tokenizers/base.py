@@ -11,6 +11,7 @@ import importlib
 import json
 import shutil
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
@@ -58,6 +59,17 @@ class Tokenizer(Protocol):
 
     def describe(self) -> dict[str, Any]:
         """The descriptor: type, file names with their hashes, and the ids of the special tokens."""
+
+
+def other_files(stored: Mapping[str, Any], tokenizer: Tokenizer) -> str:
+    """How a tokenizer differs from one that a descriptor was written of; empty where its files are the same, or where
+    the descriptor does not know them.
+    """
+    now, then = tokenizer.describe(), stored.get("sha256")
+    if not isinstance(then, dict) or sorted(then.values()) == sorted(now["sha256"].values()):
+        return ""
+    was, is_ = (f"{', '.join(sorted(d['sha256']))} of {d.get('vocab_size')} entries" for d in (stored, now))
+    return f"{was} then, {is_} of other content now; the same ids may mean other text"
 
 
 class FileTokenizer(ABC):

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from pathlib import Path
 
 from isotron.config.schema import RunConfig
+from isotron.core.checkpoint.locate import steps
 from isotron.core.nn.attention import Causal
 from isotron.core.parallel.deal import sizes_of
 from isotron.core.parallel.model import ParallelModel
 from isotron.core.parallel.plan import Layout, split_layers
 from isotron.core.parallel.split import counts_of, model_costs
+from isotron.tokenizers.base import DESCRIPTOR, Tokenizer, other_files
 
 
 def start_lines(config: RunConfig, model: ParallelModel, ranks: int) -> list[str]:
@@ -71,6 +75,30 @@ def offload_lines(layout: Layout) -> list[str]:
         blocks = layout.cpu_offloading_num_layers
         found.append(f"activations of {blocks or 'all'} blocks of each stage {place('activations')}")
     return [f"offloaded: {', '.join(found)}"] if found else []
+
+
+def other_tokenizer_lines(tokenizer: Tokenizer | None, loaded: Path | None) -> list[str]:
+    """Of a run that goes on with another tokenizer than its checkpoint has; what is not readable there says nothing."""
+    path = None if loaded is None else loaded / "tokenizer" / DESCRIPTOR
+    if tokenizer is None or path is None or not path.is_file():
+        return []
+    try:
+        stored = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        return []
+    other = other_files(stored, tokenizer) if isinstance(stored, dict) else ""
+    own = f"the tokenizer is not the one in {loaded}: {other}; that one is --tokenizer-model {path.parent}"
+    return [own] if other else []
+
+
+def replaced_lines(saves: Path) -> list[str]:
+    """Of a run that begins anew where an earlier one has saved."""
+    found = steps(saves) if saves.is_dir() else []
+    if not found:
+        return []
+    many = f"{found[0].name} and {len(found) - 1} more" if len(found) > 1 else found[0].name
+    anew = f"this one begins anew (--load {saves} goes on with it) and replaces those steps as it comes to them"
+    return [f"{saves} holds {many} of an earlier run; {anew}"]
 
 
 def longer_lines(before: Sequence[int], after: Sequence[int]) -> list[str]:

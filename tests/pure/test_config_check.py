@@ -384,6 +384,22 @@ def test_a_message_about_stages_names_only_what_was_given():
     assert problem.asked == "--num-layers 4 --pp 4 --vpp 2" and "8 stages (2 on each of pp 4 ranks)" in problem.case
 
 
+@pytest.mark.parametrize(
+    ("line", "fix"),
+    [
+        ("--num-experts 4 --ep 2", "--dp 2"),
+        ("--num-experts 4 --ep 2 --tp 2", "--dp 2"),
+        ("--layers-per-stage 1,3", "--pp 2"),
+        ("--layers-per-stage 1,2", "--layers-per-stage 4"),
+    ],
+)
+def test_ranks_that_were_not_asked_for_are_what_is_tried(line, fix):
+    """What was typed stays as it was where more ranks make it work."""
+    (problem,) = names_broken(line, {})[1]
+    assert problem.fix == fix
+    assert names_broken(f"{line} {fix}", {}) == (set(), [])
+
+
 def test_a_v_with_too_few_layers_says_how_many_ranks_work():
     _, (problem,) = names_broken("--pp 4 --schedule v-min", {})
     assert problem.fix.startswith("--pp 2, or")

@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from isotron.train.announce import dealt_lines, longer_lines, offload_lines
+from isotron.tokenizers.build import build_tokenizer
+from isotron.tokenizers.config import TokenizerConfig
+from isotron.train.announce import dealt_lines, longer_lines, offload_lines, other_tokenizer_lines
 from tests.ranks import runs
 
 
@@ -30,9 +32,13 @@ def test_places_stages_and_the_end_are_said(ranks: Any, tmp_path: Path) -> None:
     assert list(events) == ["start", "saved", "finished"] and events["finished"]["step"] == 2
     (held_out,) = (line for line in found if "eval" in line)
     assert held_out["tokens"] == 4 * 16 and held_out["eval_time_s"] > 0
+    assert "of an earlier run" not in said
     again = runs.changed(cfg, load=there)
     said = ranks(2, runs.train_heard, again, there)[0][1]
+    assert "of an earlier run" not in said
     assert "already at step 2 of 2; raise --train-iters" in said and "saved" not in said
+    said = ranks(2, runs.train_heard, runs.changed(cfg, train_iters=1), there)[0][1]
+    assert f"{there} holds step_00000002 of an earlier run; this one begins anew (--load {there} goes on" in said
 
 
 def test_a_resume_says_when_the_data_has_changed(ranks: Any, tmp_path: Path) -> None:
@@ -51,6 +57,21 @@ def test_a_resume_says_when_the_data_has_changed(ranks: Any, tmp_path: Path) -> 
     said = ranks(1, runs.train_heard, runs.changed(longer, train_iters=6), there)[0][1]
     (line,) = (line for line in said.splitlines() if "not what this run has read" in line)
     assert "30 documents with" in line and line.endswith("then, 2 documents with 150 tokens now")
+
+
+def test_another_tokenizer_is_said(tmp_path: Path) -> None:
+    """The one that the checkpoint has, or none there, says nothing; files of other content do."""
+    demo = Path(__file__).parents[2] / "assets/demo_tokenizer/tokenizer.json"
+    tokenizer = build_tokenizer(TokenizerConfig(tokenizer_model=str(demo)))
+    assert other_tokenizer_lines(tokenizer, tmp_path) == other_tokenizer_lines(None, tmp_path) == []
+    tokenizer.save(tmp_path / "tokenizer")
+    assert other_tokenizer_lines(tokenizer, tmp_path) == []
+    stored = tmp_path / "tokenizer/isotron_tokenizer.json"
+    stored.write_text(json.dumps(json.loads(stored.read_text()) | {"sha256": {"own.json": "0"}, "vocab_size": 500}))
+    (line,) = other_tokenizer_lines(tokenizer, tmp_path)
+    assert "own.json of 500 entries then" in line and line.endswith(f"--tokenizer-model {tmp_path / 'tokenizer'}")
+    stored.write_text("{")
+    assert other_tokenizer_lines(tokenizer, tmp_path) == []
 
 
 def test_what_is_dealt_and_kept_elsewhere_is_said() -> None:
