@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from isotron.commands.helptext import options_help
@@ -52,13 +53,16 @@ def _train(words: Sequence[str]) -> int:
         raise Refused(problems)
     from isotron.tokenizers.train import train_tokenizer
 
+    replaced = (Path(values["output"]) / "tokenizer.json").exists()
     size = train_tokenizer(
         _texts(values), values["kind"], values["vocab_size"], values["output"], values["special_tokens"]
     )
-    result = {"output": values["output"], "kind": values["kind"], "vocab_size": size}
+    result = {"output": values["output"], "kind": values["kind"], "vocab_size": size, "replaced": replaced}
     few = f" (the corpus gives no more than that; {values['vocab_size']} were asked for)"
     short = few if size < values["vocab_size"] else ""
-    print(json.dumps(result) if values["json"] else f"{values['output']}: {values['kind']}, {size:,} entries{short}")
+    again = ", in place of the one that was there" if replaced else ""
+    said = f"{values['output']}: {values['kind']}, {size:,} entries{short}{again}"
+    print(json.dumps(result) if values["json"] else said)
     return 0
 
 

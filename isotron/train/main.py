@@ -235,13 +235,14 @@ def datasets(state: TrainState, tokenizer: Tokenizer | None, say: Callable[[str]
 def check_space(state: TrainState, directory: Path) -> None:
     """Refuse at start when not even one checkpoint fits on the disk, with the room that saving wants to leave."""
     model = state.model
-    needed = model.count_parameters() * model.dtype.itemsize + state_bytes(state) + SPARE_BYTES
+    size = model.count_parameters() * model.dtype.itemsize + state_bytes(state)
     where = next(p for p in (directory, *directory.resolve().parents) if p.exists())
     free = free_bytes(where)
-    if free < needed:
+    if free < size + SPARE_BYTES:
+        spare = f"{SPARE_BYTES / 1e9:.3f} GB are to stay free"
         raise refuse(
             f"checkpoints in {directory}",
-            f"one takes {needed / 1e9:.3f} GB and {free / 1e9:.3f} GB are free",
+            f"one takes {size / 1e9:.3f} GB, {spare}, and {free / 1e9:.3f} GB are free",
             "--save with a directory on a larger disk, or free some space",
         )
 

@@ -151,7 +151,8 @@ def test_training_a_tokenizer(kind: str, tmp_path: Path, capsys: pytest.CaptureF
     for name in ("a", "b"):
         options = [*words, "--output", str(tmp_path / name), "--max-documents", "3", "--special-tokens", "<pad>"]
         assert cli.main(["tokenizer", "train", *options, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out.splitlines()[-1])["vocab_size"] == 600
+    made_anew = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert made_anew["vocab_size"] == 600 and not made_anew["replaced"]
     if kind == "bpe":  # Unigram's rounds of expectation are summed in threads
         assert (tmp_path / "a" / "tokenizer.json").read_bytes() == (tmp_path / "b" / "tokenizer.json").read_bytes()
     made = build_tokenizer(TokenizerConfig(tokenizer_model=str(tmp_path / "a")))
@@ -160,6 +161,8 @@ def test_training_a_tokenizer(kind: str, tmp_path: Path, capsys: pytest.CaptureF
     assert (made.vocab_size, made.eod, made.encode("<pad>")) == (600, 0, [1])
     assert cli.main(["tokenizer", "inspect", "--tokenizer-model", str(tmp_path / "a"), "--text", "the king"]) == 0
     said = capsys.readouterr().out
+    assert cli.main(["tokenizer", "train", *words, "--output", str(tmp_path / "a"), "--max-documents", "1"]) == 0
+    assert capsys.readouterr().out.endswith(", in place of the one that was there\n")
     assert "HuggingFaceTokenizer, 600 entries" in said and "eod 0 '<|endoftext|>'" in said and "'the king': " in said
 
 
