@@ -98,9 +98,8 @@ def _fold(c: RunConfig, f: Facts) -> Problem:
     )
     given = asked(c, "ep", *moved(c, "etp"), "tp", *moved(c, "cp"), "dp")
     if c.layout.dp == 1:  # experts are dealt among data-parallel ranks, and none were asked for
-        return Problem(
-            given, case, f"--dp {c.layout.expert_tp * c.layout.ep // gcd(c.layout.expert_tp * c.layout.ep, n)}"
-        )
+        parts = c.layout.expert_tp * c.layout.ep
+        return Problem(given, case, f"--dp {parts // gcd(parts, n)}")
     return Problem(given, case, f"--ep {nearest_divisor(n // etp, c.layout.ep)} --etp {etp}")
 
 

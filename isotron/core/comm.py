@@ -16,8 +16,8 @@ its input gradient before it computes its weight gradient. Everything that can b
 
 NCCL's own collectives are used on GPUs. On CPUs the ranks of one machine meet in its memory (shared_memory.py) where a
 message fits there, and each adds up what all have, in rank order; flat buffers and sums that are larger go in turns, at
-once, each piece added up by its owner. Everything else is gloo's, which sums bfloat16 in
-bfloat16 and whose reduce-scatter is slow: there, sums are built from an all-to-all and one addition in float32.
+once, each piece added up by its owner. Everything else is gloo's, which sums bfloat16 in bfloat16 and whose
+reduce-scatter is slow: there, sums are built from an all-to-all and one addition in float32.
 """
 
 from __future__ import annotations
@@ -94,16 +94,18 @@ def _met(post: shm.Post, finish: Callable[[list[Tensor]], Tensor], dtype: torch.
     return Pending((post,), complete)
 
 
-def _line_for_turns(x: Tensor, group: Group) -> shm.Line | None:
-    """The ranks' memory, for what is larger than a message may be there."""
+def _take_turns(x: Tensor, group: Group, *rounds: Iterable[shm.Turn]) -> bool:
+    """Send what is larger than a message may be in turns, at once, a round after the other, where the ranks meet in
+    memory; whether they do.
+    """
     line = group.line if x.device.type == "cpu" else None
-    return line if line is not None and line.is_clear and x.is_contiguous() else None
-
-
-def _take_turns(line: shm.Line, turns: Iterable[shm.Turn]) -> None:
+    if line is None or not line.is_clear:
+        return False
     started = time.perf_counter()
-    line.take_turns(turns)
+    for turns in rounds:
+        line.take_turns(turns)
     WAITED.seconds += time.perf_counter() - started
+    return True
 
 
 def start_all_reduce(x: Tensor, group: Group, op: str = "sum") -> Pending:
@@ -112,11 +114,7 @@ def start_all_reduce(x: Tensor, group: Group, op: str = "sum") -> Pending:
         return done(x)
     if (post := _post(x, group)) is not None:
         return _met(post, partial(_reduced, x, op), x.dtype)
-    if op == "sum" and (line := _line_for_turns(x, group)) is not None:
-        flat = x.detach().view(-1)
-        cuts = [len(flat) * i // group.size for i in range(group.size + 1)]
-        _take_turns(line, _sum_turns(flat, cuts, group, flat[cuts[group.index] : cuts[group.index + 1]], False))
-        _take_turns(line, _gather_turns(flat, cuts, group))
+    if op == "sum" and x.is_contiguous() and _take_turns(x, group, *_all_reduce_turns(x.detach().view(-1), group)):
         return done(x)
     reduce_op = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op]
     if x.dtype in (torch.bfloat16, torch.float16) and _is_gloo(group):
@@ -210,8 +208,7 @@ def start_reduce_flat(
     if (post := _post(flat, group)) is not None:
         own = slice(cuts[group.index], cuts[group.index + 1])
         return _met(post, lambda parts: _put_sum([p[own] for p in parts], target, add), flat.dtype)
-    if (line := _line_for_turns(flat, group)) is not None:
-        _take_turns(line, _sum_turns(flat, cuts, group, target, add))
+    if _take_turns(flat, group, _sum_turns(flat, cuts, group, target, add)):
         return done(target)
     lengths = [b - a for a, b in zip(cuts, cuts[1:], strict=False)]
     received = flat.new_empty((group.size, mine.numel()))
@@ -272,13 +269,14 @@ def _gather_turns(flat: Tensor, cuts: Sequence[int], group: Group) -> Iterator[s
     for at in range(0, max(map(len, runs)), step):
         pieces = [run[at : at + step] for run in runs]
         sizes = [piece.numel() * piece.element_size() for piece in pieces]
-        yield shm.Turn(pieces[group.index], sizes, partial(_take_pieces, pieces, group.index))
+        yield shm.Turn(pieces[group.index], sizes, partial(_put_runs, flat, pieces, group.index))
 
 
-def _take_pieces(pieces: list[Tensor], index: int, parts: list[Tensor]) -> None:
-    for i, (piece, part) in enumerate(zip(pieces, parts, strict=True)):
-        if i != index:
-            piece.copy_(part.view(piece.dtype))
+def _all_reduce_turns(flat: Tensor, group: Group) -> tuple[Iterator[shm.Turn], Iterator[shm.Turn]]:
+    """Two rounds: each rank sums an even run, in place, then gives it to all."""
+    cuts = [len(flat) * i // group.size for i in range(group.size + 1)]
+    own = flat[cuts[group.index] : cuts[group.index + 1]]
+    return _sum_turns(flat, cuts, group, own, False), _gather_turns(flat, cuts, group)
 
 
 def start_gather_flat(flat: Tensor, cuts: Sequence[int], group: Group) -> Pending:
@@ -288,9 +286,8 @@ def start_gather_flat(flat: Tensor, cuts: Sequence[int], group: Group) -> Pendin
     runs = [flat[a:b] for a, b in zip(cuts, cuts[1:], strict=False)]
     mine = runs[group.index]
     if (post := _post(mine, group, [len(run) for run in runs])) is not None:
-        return _met(post, partial(_put_runs, flat, runs), flat.dtype)
-    if (line := _line_for_turns(flat, group)) is not None:
-        _take_turns(line, _gather_turns(flat, cuts, group))
+        return _met(post, partial(_put_runs, flat, runs, group.index), flat.dtype)
+    if _take_turns(flat, group, _gather_turns(flat, cuts, group)):
         return done(flat)
     ops = []
     for step in range(1, group.size):
@@ -302,9 +299,11 @@ def start_gather_flat(flat: Tensor, cuts: Sequence[int], group: Group) -> Pendin
     return Pending(dist.batch_isend_irecv(ops) if ops else (), lambda: flat)
 
 
-def _put_runs(flat: Tensor, runs: list[Tensor], parts: list[Tensor]) -> Tensor:
-    for run, part in zip(runs, parts, strict=True):
-        run.copy_(part)
+def _put_runs(flat: Tensor, runs: list[Tensor], index: int, parts: list[Tensor]) -> Tensor:
+    """Everybody's part into its run; the own one, `index`, is there."""
+    for i, (run, part) in enumerate(zip(runs, parts, strict=True)):
+        if i != index:
+            run.copy_(part.view(run.dtype))
     return flat
 
 

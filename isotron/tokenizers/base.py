@@ -68,8 +68,8 @@ def other_files(stored: Mapping[str, Any], tokenizer: Tokenizer) -> str:
     now, then = tokenizer.describe(), stored.get("sha256")
     if not isinstance(then, dict) or sorted(then.values()) == sorted(now["sha256"].values()):
         return ""
-    was, is_ = (f"{', '.join(sorted(d['sha256']))} of {d.get('vocab_size')} entries" for d in (stored, now))
-    return f"{was} then, {is_} of other content now; the same ids may mean other text"
+    before, after = (f"{', '.join(sorted(d['sha256']))} of {d.get('vocab_size')} entries" for d in (stored, now))
+    return f"{before} then, {after} of other content now; the same ids may mean other text"
 
 
 class FileTokenizer(ABC):

@@ -205,7 +205,7 @@ def measured_over_gloo(case: Case) -> Measured:
 
 def measured_in_turns(case: Case) -> Measured:
     """A case of ranks that meet in memory where next to nothing fits."""
-    with by_way_of("turns"), patch.multiple(shm, INLINE=256, SLOT=2048):
+    with patch.multiple(shm, INLINE=256, SLOT=2048):
         return measure(case)
 
 

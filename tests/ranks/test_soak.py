@@ -10,7 +10,7 @@ from tests import soak
 
 
 def test_a_short_soak(tmp_path: Path) -> None:
-    """The first attempt dies in a save, whatever the machine's speed; a signal may come after the end of a quick one."""
+    """The first attempt dies in a save, whatever the machine's speed; a signal may come after a quick one's end."""
     tally = soak.soak(14, 5, tmp_path, ("kill-save", "SIGKILL"))
     assert tally.codes[0] == 1 and sum(tally.faults.values()) >= 1
 
