@@ -165,7 +165,7 @@ class Line:
     def _write(self, x: Tensor) -> int:
         """Into the next slot, once everybody has read what it held; the number of the message."""
         number, until = self._posted, time.monotonic() + self.timeout
-        while self._counts[late := min(self._streams, key=lambda i: self._counts[i][0])][0] <= number - SLOTS:
+        while (late := self._behind(number - SLOTS)) is not None:
             self._pull(TURN_SECONDS)
             self._check(late, until, "a message is still unread")
         start = FRONT + number % SLOTS * SLOT
@@ -174,6 +174,10 @@ class Line:
         self._posted += 1
         self._unread.add(number)
         return number
+
+    def _behind(self, number: int) -> int | None:
+        """A rank that has not read the large message `number`. Each count is looked at once: it may grow meanwhile."""
+        return next((i for i in self._streams if self._counts[i][0] <= number), None)
 
     def _send(self, to: int, data: bytes | memoryview) -> None:
         rest, until = memoryview(data), time.monotonic() + self.timeout
