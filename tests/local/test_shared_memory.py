@@ -10,6 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -112,6 +113,53 @@ def test_a_slow_reader_is_waited_for_before_its_slot_is_written_again() -> None:
         return right
 
     assert all(all(right) for right in together(2, body))
+
+
+class Growing:
+    """The count of a rank that reads its next message whenever somebody looks."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __getitem__(self, index: int) -> int:
+        self.count += 1
+        return self.count - 1
+
+
+def test_a_rank_that_catches_up_between_two_looks_does_not_hide_another_that_has_not() -> None:
+    """Three ranks: what one of them has read says nothing of the other, whenever each is looked at."""
+
+    def body(line: shm.Line) -> list[int | None]:
+        if line.index:
+            return []
+        slow: list[Any] = [[0], Growing(), [0]]
+        line._counts = slow
+        found = [line._behind(0), line._behind(0)]
+        slow[2] = [1]
+        return [*found, line._behind(0)]
+
+    assert together(3, body)[0] == [1, 2, None]
+
+
+@pytest.mark.parametrize("size", [3, 4])
+def test_turns_come_whole_however_fast_they_follow(size: int) -> None:
+    """Every rank's pieces in every turn, with slots so small that each is written again and again."""
+    count = 200
+
+    def body(line: shm.Line) -> int:
+        right: list[bool] = []
+
+        def take(turn: int) -> Callable[[list[torch.Tensor]], None]:
+            want = torch.arange(40, dtype=torch.float64) + turn
+            return lambda parts: right.append(
+                all(torch.equal(p.view(torch.float64), want + 1000 * i) for i, p in enumerate(parts))
+            )
+
+        line.take_turns(shm.Turn(numbers(line, 40, n), [320] * size, take(n)) for n in range(count))
+        return sum(right)
+
+    with patch.multiple(shm, INLINE=256, SLOT=320):
+        assert together(size, body) == [count] * size
 
 
 def test_streams_that_are_full_on_both_sides_do_not_stop_anybody() -> None:
