@@ -15,7 +15,7 @@ import time
 
 import torch
 
-from isotron import heap
+from isotron import birth
 from isotron.core.batch import Batch
 from isotron.core.mesh import Mesh
 from isotron.core.models.llama_config import LlamaConfig
@@ -81,7 +81,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="layouts whose names begin so, beside one process")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    heap.start_again()
+    birth.start_again()
     chosen = {name: c for name, c in CONTENDERS.items() if name.startswith(("1 process", args.only))}
     times: dict[str, list[float]] = {name: [] for name in chosen}
     for _ in range(args.rounds):

@@ -3,8 +3,9 @@
     python benchmarks/train_speed.py [--dtype float32|bfloat16] [--rounds 3] [--json]
 
 Model: hidden 512, 8 layers, 8 heads, 4 key/value heads, FFN 1408, vocabulary 32000, sequence 512, microbatch 4; AdamW.
-Each contender has a process of its own, as its users start it: `isotron train` sets the C library's heap, a plain loop
-does not; `transformers-heap` is the plain loop with that heap too. They take turns, a step each; times are medians.
+Each contender has a process of its own, as its users start it: `isotron train` sets the C library's heap and how
+threads wait, a plain loop does not; `transformers-heap` is the plain loop with both too. They take turns, a step each;
+times are medians.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from isotron import heap
+from isotron import birth
 from isotron.core.batch import Batch
 from isotron.core.mesh import Mesh
 from isotron.core.models.llama_config import LlamaConfig
@@ -121,8 +122,8 @@ class Contender:
 
     def __init__(self, name: str, args: argparse.Namespace) -> None:
         words = ["--contender", name.removesuffix("-heap"), "--dtype", args.dtype, "--threads", str(args.threads)]
-        env = {name: value for name, value in os.environ.items() if name != heap.VARIABLE}
-        env |= {} if name == "transformers" else heap.settings(env)
+        env = {name: value for name, value in os.environ.items() if name != birth.VARIABLE}
+        env |= {} if name == "transformers" else birth.settings(env)
         pipe = subprocess.PIPE
         self.process = subprocess.Popen([sys.executable, __file__, *words], stdin=pipe, stdout=pipe, text=True, env=env)
         self.seconds: list[float] = []

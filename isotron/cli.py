@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from isotron import __version__, heap
+from isotron import __version__, birth
 from isotron.config.argv import clean_words
 from isotron.config.tables import nearest
 from isotron.core.errors import Refused, refuse, refuse_file
@@ -28,7 +28,7 @@ SECONDS_FOR_FIRST_RANK = 10.0
 class Verb:
     """One command: what it does, an example, the function that does it and the one that shows its options.
 
-    `large`: it holds a model, so its process gets a heap for tensors.
+    `large`: it holds a model, so its process is born for that (`birth.py`).
     """
 
     line: str
@@ -207,7 +207,7 @@ def _dispatch(words: list[str], is_process: bool) -> int:
         return 0
     check_platform()
     if is_process and VERBS[verb].large:
-        heap.start_again()
+        birth.start_again()
     return int(find(VERBS[verb].run)(rest))
 
 

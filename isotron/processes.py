@@ -22,7 +22,7 @@ from multiprocessing import connection, resource_tracker
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from isotron import heap
+from isotron import birth
 from isotron.core.errors import refuse
 
 PRELOAD = ["torch", "torch.distributed", "isotron.processes"]
@@ -209,8 +209,7 @@ def _born_well() -> Iterator[None]:
     """What a process reads at its very start, so that the fork server must be born with it: spinning OpenMP threads
     cost 10x where processes share cores, and the heap is set for tensors.
     """
-    wanted = {heap.WAITING: "passive", **heap.settings(os.environ)}
-    added = {name: value for name, value in wanted.items() if name not in os.environ}
+    added = birth.settings(os.environ)
     os.environ.update(added)
     try:
         yield

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from isotron.core.parallel.plan import split_layers
+from isotron.core.parallel.split import counts_of, model_costs
 from isotron.planner.job import Job
 
 BUBBLE = 0.10  # of a step; above it a warning
@@ -52,7 +54,9 @@ def contradictions(job: Job) -> list[str]:
     if layout.zero >= 1 and job.data_ranks == 1:
         owner = "there is one owner of the optimizer's state"
         found.append(f"--zero {layout.zero} with --dp 1 shards nothing: {owner}; leave --zero out")
-    if layout.stages > job.config.num_layers and min(layout.layers_per_stage, default=0) == 0:
+    if layout.stages > job.config.num_layers and 0 in counts_of(
+        split_layers(job.config.num_layers, layout, model_costs(job.config))
+    ):
         found.append(
             f"{layout.stages} pipeline stages for {job.config.num_layers} layers: some stages hold no layer; "
             f"a smaller --pp or --vpp"

@@ -23,6 +23,7 @@ from isotron.data.gpt_index import build_indexes, integers
 from isotron.data.index_cache import IndexCache
 from isotron.data.indexed import IndexedDataset, idx_path
 from isotron.data.indexed_writer import IndexedWriter
+from isotron.data.info import write_info
 from isotron.data.preprocess import Summary, preprocess
 from isotron.data.records import RecordBatch, read_batches
 from isotron.data.rows import packed_row
@@ -281,3 +282,17 @@ def test_t02_a_saved_tokenizer_is_whole(tmp_path: Path) -> None:
     theirs = transformers.AutoTokenizer.from_pretrained(str(tmp_path), local_files_only=True)
     for text in ("And it came to pass", " naïve — 漢字\n\n"):
         assert theirs.encode(text, add_special_tokens=False) == again.encode(text) == made.encode(text)
+
+
+def test_data_of_another_tokenizer_is_said_before_it_is_read(tmp_path: Path) -> None:
+    """By the hashes in its note, also where sizes and special ids are equal; the same files say nothing."""
+    prefix, said = str(tmp_path / "a"), list[str]()
+    with IndexedWriter(prefix, 5000) as writer:
+        writer.add_document(list(range(200)))
+    made = build_tokenizer(TokenizerConfig(tokenizer_model=str(ROOT / "assets" / "demo_tokenizer")))
+    options = DataConfig(data_path=(prefix,), seq_length=8, split="1,0,0")
+    for descriptor, lines in ((made.describe(), 0), (made.describe() | {"sha256": {"own.json": "0"}}, 1)):
+        write_info(prefix, {"tokenizer": descriptor})
+        said.clear()
+        build_datasets(options, 1, (2, 0), said.append, tokenizer=made)
+        assert sum(f"data {prefix} was preprocessed with another tokenizer" in line for line in said) == lines

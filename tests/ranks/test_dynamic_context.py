@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -92,3 +95,19 @@ def test_rounds_are_as_many_on_every_rank(ranks: Callable[..., list[Any]]) -> No
     alone, met = (ranks(4, group_sizes, replace(FOUR_SLOTS, layout=replace(layout, zero=zero))) for zero in (1, 2))
     assert len({len(mine) for mine in alone}) > 1 and len({len(mine) for mine in met}) == 1
     assert [[m for m in mine if m[2]] for mine in met] == [[m for m in mine if m[2]] for mine in alone]
+
+
+def test_a_step_is_played_again_with_a_clock_per_rank() -> None:
+    """What is waited for is there when its sender has got to it, whatever shared the core meanwhile; what nobody sends
+    is an error.
+    """
+    spec = importlib.util.spec_from_file_location("own_cores", Path(__file__).parents[2] / "benchmarks/own_cores.py")
+    assert spec is not None and spec.loader is not None
+    cores = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = cores  # where its dataclasses look for their types
+    spec.loader.exec_module(cores)
+    sends = [cores.Note("send", (((0, 1), 1),), 1.0), cores.Note("end", (), 1.5)]
+    waits = [cores.Note("begins to wait", (), 0.2), cores.Note("wait", (((0, 1), 1),), 0.3), cores.Note("end", (), 0.5)]
+    assert cores.played([sends, waits]) == pytest.approx([1.5, 1.0 + 0.1 + 0.2])
+    with pytest.raises(RuntimeError, match="nobody sends"):
+        cores.played([sends[1:], waits])

@@ -86,27 +86,33 @@ def _fill_varied(module: Decoder, layout: Layout, mesh: Mesh) -> None:
             plain = getattr(layer, "core", None)
             if isinstance(plain, Causal):
                 kind, tp = layout.cp_type(number), mesh.group("tp")
-                layer.core = Varied(plain, {g.size: _core_among(plain, kind, g, tp) for g in groups})
+                # where heads are dealt each size has a copy, which drops the probabilities of its own heads
+                own = {g.size: deepcopy(plain) if kind == "a2a" else plain for g in groups}
+                layer.core = Varied(plain, {g.size: _among(own[g.size], kind, g, tp) for g in groups})
 
 
-def _core_among(plain: Causal, kind: str, group: Group, tp: Group) -> nn.Module:
-    """The core of a layer for microbatches of one group. Heads are dealt by a copy: each size drops those it has."""
+def _among(plain: Causal, kind: str, group: Group, tp: Group) -> nn.Module:
+    """The core of a layer of a type with one level, among the ranks of a group."""
     ranks = range(group.size)
     if kind in ("p2p", "allgather"):
         return Ring(plain, group, [[i] for i in ranks], gather=kind == "allgather")
-    plain = deepcopy(plain)
-    plain.dropout.heads = (tp.index * group.size + group.index, tp.size * group.size)
+    _deal_heads(plain, group, tp)
     return Heads(plain, group, ranks)
+
+
+def _deal_heads(plain: Causal, among: Group, tp: Group) -> None:
+    """Its dropout knows which of all heads are here."""
+    plain.dropout.heads = (tp.index * among.size + among.index, tp.size * among.size)
 
 
 def context_core(plain: Causal, kind: str, layout: Layout, mesh: Mesh) -> nn.Module:
     """The core of a layer of type `kind`."""
     group, tp = mesh.group("cp"), mesh.group("tp")
-    if kind in ("p2p", "allgather"):
-        return Ring(plain, group, [[i] for i in range(group.size)], gather=kind == "allgather")
-    size = group.size if kind == "a2a" else layout.hierarchical_cp_sizes[0]
+    if kind != "a2a+p2p":
+        return _among(plain, kind, group, tp)
+    size = layout.hierarchical_cp_sizes[0]
     inner, outer = groups_of(mesh, size)
-    plain.dropout.heads = (tp.index * size + inner.index, tp.size * size)
+    _deal_heads(plain, inner, tp)
     blocks = [list(range(start, start + size)) for start in range(0, group.size, size)]
     members = blocks[group.index // size]
     return Heads(plain, inner, members, Ring(plain, outer, blocks) if outer.size > 1 else None)

@@ -45,9 +45,8 @@ def modelled(config: Any, layout: Layout) -> tuple[int, ...]:
     unread = unread_products(config, layout)
     if hasattr(config, "block_tokens"):  # costs are of pairs, not of tokens
         unread *= config.block_tokens(max(config.max_position_embeddings, 1)) / config.num_layers
-    rows = []
-    counts = counts_of(split)
-    fine = 2 if any(n % 1 for n in counts) else 1
+    rows, counts = [], counts_of(split)
+    parts = 2 if any(n % 1 for n in counts) else 1  # of a block, in which what is kept is counted
     for s, blocks in enumerate(split):
         halves = halves_of(split, s)
         scores = sum(costs.scores[i] for i, half in zip(blocks, halves, strict=True) if half != MLP)
@@ -56,6 +55,6 @@ def modelled(config: Any, layout: Layout) -> tuple[int, ...]:
         matrices = all_ - scores + other
         last_products = sum(half != ATTENTION for half in halves)
         again = all_ - unread * last_products if layout.recompute == "full" else 0.0
-        rows.append((matrices + scores + 3 * head, matrices + 2 * scores + again, matrices, round(fine * counts[s])))
+        rows.append((matrices + scores + 3 * head, matrices + 2 * scores + again, matrices, round(parts * counts[s])))
     unit = max(sum(row[:3]) for row in rows) / FINE
     return tuple(n for f, b, w, kept in rows for n in (round(f / unit), round(b / unit), round(w / unit), 0, kept))

@@ -24,11 +24,10 @@ TUNABLES = ":".join(
 
 
 def settings(environ: Mapping[str, str], platform: str = sys.platform) -> dict[str, str]:
-    """The variables that a new process needs; none where there is no glibc, and nothing that the user has set."""
-    if platform != "linux" or not _has_glibc():
-        return {}
+    """The variables that a new process needs, but nothing that the user has set; a heap only where there is glibc."""
+    waits = {} if WAITING in environ else {WAITING: "passive"}
     own = any(name in (VARIABLE, PLAIN) or name.startswith("MALLOC_") for name in environ)
-    return ({} if own else {VARIABLE: TUNABLES}) | ({} if WAITING in environ else {WAITING: "passive"})
+    return waits if own or platform != "linux" or not _has_glibc() else {**waits, VARIABLE: TUNABLES}
 
 
 def start_again() -> None:
