@@ -24,7 +24,7 @@ from tests import bert_matrix, matrix, moe_matrix, t5_matrix
 
 ROOT = Path(__file__).resolve().parents[2]
 MODELS = {**matrix.MODELS, **moe_matrix.MODELS, **t5_matrix.MODELS, **bert_matrix.MODELS}
-EXACT = ("layers", "parameters", "weights", "gradients", "masters", "moments", "activations", "update")
+EXACT = ("layers", "halves", "parameters", "weights", "gradients", "masters", "moments", "activations", "update")
 
 # what a rank of it keeps and sends does not depend on where tokens go
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -91,7 +91,7 @@ def test_equal_to_a_real_run(ranks: Callable[..., list[Any]], name: str) -> None
 def test_tokens_on_their_way_to_experts_are_as_many_as_in_balance(ranks: Callable[..., list[Any]]) -> None:
     config = config_of("groups", {"dp": 2, "ep": 2}, batch=4)
     every, alone = ranks(2, real, config), dry(config, 1)
-    assert {k: getattr(alone, k) for k in EXACT[:6]} == {k: getattr(every[1], k) for k in EXACT[:6]}
+    assert {k: getattr(alone, k) for k in EXACT[:7]} == {k: getattr(every[1], k) for k in EXACT[:7]}
     seen, assumed = calls(every[1]), calls(alone)
     assert {k: n for k, (n, _) in assumed.items()} == {k: n for k, (n, _) in seen.items()}
     sent = [k for k in assumed if k.file == "core/parallel/all_to_all.py" and k.function == "all_to_all"]
@@ -163,13 +163,15 @@ def test_every_call_of_the_core_has_its_reason() -> None:
 
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["train", "--dry-run", "--config", str(ROOT / "configs/tiny.toml"), "--tp", "2", "--pp", "2"]
-    words += ["--zero", "1", "--global-batch-size", "32"]
+    words += ["--zero", "1", "--global-batch-size", "32", "--layers-per-stage", "2.5,1.5"]
     assert cli.main([*words, "--dry-run-world", "64"]) == 0
     text = capsys.readouterr().out
+    assert text.count("0-1 2 (attention)") == 2 and "  2 (mlp) 3\n" in text
     assert "tp 2 x pp 2 x dp 16 = 64 ranks" in text and "activations to the next stage" in text
     assert cli.main([*words, "--dry-run-world", "64", "--dry-run-rank", "63", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["rank"]["coordinate"] == {"tp": 1, "cp": 0, "dp": 15, "pp": 1} and found["rank"]["layers"] == [2, 3]
+    assert found["rank"]["halves"] == ["mlp", ""]
     assert found["rank"]["states"] == sum(found["rank"][k] for k in ("weights", "gradients", "masters", "moments"))
     assert all(c["reason"] and c["count"] > 0 for c in found["calls"])
 

@@ -33,6 +33,8 @@ from isotron.core.optim.build import make_optimizer
 from isotron.core.optim.optimizer import Optimizer
 from isotron.core.parallel import stage as stages
 from isotron.core.parallel.model import ParallelModel
+from isotron.core.parallel.plan import split_layers
+from isotron.core.parallel.split import halves_of, model_costs
 from isotron.core.precision.scaler import LossScaler
 from isotron.train.dryrun.calls import Calls, listening
 from isotron.train.dryrun.echo import COMPUTED, Echo, can_echo
@@ -48,11 +50,13 @@ ROUNDS = 2  # multiples of the pipeline's ranks that a table is run with; it is 
 class RankReport:
     """One rank. Bytes of what it keeps; `activations`: the most that was alive beside it while the table ran;
     `update`: the most while the optimizer stepped. `microbatches`: those of a step, and those that were run.
+    `halves`: what it has of each of its `layers`, "" for all of it.
     """
 
     rank: int
     coordinate: dict[str, int]
     layers: list[int]
+    halves: list[str]
     parameters: int
     weights: int
     gradients: int
@@ -149,11 +153,14 @@ def measure(config: RunConfig, mesh: Mesh, count: int, echoes: bool = False) -> 
     batches = [_batch(config, i) for i in range(count)]
     calls, activations, update = _step(config, model, optimizer, batches, echoes)
     flats = [stage.flat for stage in model.stages.values()]
+    split = split_layers(config.model.num_layers, config.layout, model_costs(config.model))
+    held = sorted(part for s in model.stages for part in zip(split[s], halves_of(split, s), strict=True))
     masters = optimizer.nbytes("master")
     return RankReport(
         rank=mesh.rank,
         coordinate={axis: mesh.coordinate[axis] for axis in ("tp", "cp", "dp", "pp")},
-        layers=sorted(int(i) for stage in model.stages.values() for i in stage.module.layers),
+        layers=[block for block, _ in held],
+        halves=[half for _, half in held],
         parameters=sum(prod(p.shard.shape) for stage in model.stages.values() for p in stage.placed.values()),
         weights=sum(f.weights.nbytes for f in flats),
         gradients=sum(f.grads.nbytes for f in flats),

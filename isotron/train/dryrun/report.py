@@ -30,7 +30,7 @@ def facts(config: RunConfig, detailed: RankReport, stages: Sequence[RankReport])
 
 
 def _rank(r: RankReport) -> dict[str, Any]:
-    found: dict[str, Any] = {"rank": r.rank, "coordinate": r.coordinate, "layers": r.layers}
+    found: dict[str, Any] = {"rank": r.rank, "coordinate": r.coordinate, "layers": r.layers, "halves": r.halves}
     found["parameters"] = r.parameters
     for kind in (*KINDS, "states", "activations", "update", "total"):
         found[kind] = getattr(r, kind)
@@ -60,7 +60,8 @@ def lines(found: dict[str, Any]) -> list[str]:
     head = f"dry run: {found['family']} in {found['dtype']}, {axes} = {lay['world']} ranks, {lay['schedule']}, "
     head += f"{r['microbatches']} microbatches of {found['micro_batch_size']} x {found['sequence']}"
     where = ", ".join(f"{axis} {i}" for axis, i in r["coordinate"].items())
-    out = [head, f"rank {r['rank']} ({where}): blocks {spans(r['layers'])}, {r['parameters']:,} weights", _bytes(r)]
+    held = f"blocks {spans(r['layers'], r['halves'])}, {r['parameters']:,} weights"
+    out = [head, f"rank {r['rank']} ({where}): {held}", _bytes(r)]
     out += ["", "communication of a step:", _row("function", "group", "ranks", "calls", "bytes", "why")]
     for c in found["calls"]:
         group = " x ".join(c["axes"]) or "-"
@@ -95,10 +96,16 @@ STAGE_HEAD = f"  {'rank':>6}{'weights':>12}{'gradients':>12}{'optimizer':>12}{'a
 def _stage(r: dict[str, Any]) -> str:
     sizes = (r["weights"], r["gradients"], r["masters"] + r["moments"], r["activations"], r["total"])
     w, g, o, a, t = map(amount, sizes)
-    return f"  {r['rank']:>6}{w:>12}{g:>12}{o:>12}{a:>13}{t:>12}  {spans(r['layers'])}"
+    return f"  {r['rank']:>6}{w:>12}{g:>12}{o:>12}{a:>13}{t:>12}  {spans(r['layers'], r['halves'])}"
 
 
-def spans(numbers: Sequence[int]) -> str:
-    """0-1 32-33 for runs of numbers; - for none."""
-    runs = [[n for _, n in group] for _, group in groupby(enumerate(numbers), key=lambda x: x[1] - x[0])]
-    return " ".join(f"{r[0]}-{r[-1]}" if len(r) > 1 else str(r[0]) for r in runs) or "-"
+def spans(numbers: Sequence[int], halves: Sequence[str] = ()) -> str:
+    """0-1 32-33 for runs of numbers, 34 (mlp) for the half of one; - for none."""
+    parts = zip(numbers, halves or [""] * len(numbers), strict=True)
+    runs = [[x for _, x in group] for _, group in groupby(enumerate(parts), key=lambda x: (x[1][0] - x[0], x[1][1]))]
+    return " ".join(_span([n for n, _ in run], run[0][1]) for run in runs) or "-"
+
+
+def _span(run: Sequence[int], half: str) -> str:
+    whole = f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0])
+    return f"{whole} ({half})" if half else whole
