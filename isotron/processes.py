@@ -76,6 +76,15 @@ def describe_exit(code: int | None) -> str:
         return f"killed by signal {-code}"
 
 
+def is_suspended(pid: int) -> bool:
+    """Whether a process is stopped until somebody lets it go on; False where the system does not say."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            return file.read().rpartition(")")[2].split()[0] == "T"
+    except (OSError, IndexError):
+        return False
+
+
 def reference(function: Callable[..., Any]) -> str:
     """The name `module:function` (or `file.py:function`) by which another process finds a function."""
     name = f"{function.__module__}:{function.__qualname__}"

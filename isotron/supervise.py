@@ -65,6 +65,17 @@ class Rank:
     code: int | None = field(default=None)
 
 
+@dataclass
+class Told:
+    """Stop signals that came to this process, and the ranks that were killed because they went on regardless; those
+    among them that somebody had suspended.
+    """
+
+    seen: list[int] = field(default_factory=list)
+    killed: list[int] = field(default_factory=list)
+    suspended: list[int] = field(default_factory=list)
+
+
 def run_local(target: str, world: int, args: tuple[Any, ...] = ()) -> int:
     """Runs `target` ("module:function") with `args` on `world` processes of this machine; returns the exit code.
 
@@ -81,11 +92,13 @@ def run_local(target: str, world: int, args: tuple[Any, ...] = ()) -> int:
     directory = tempfile.mkdtemp(prefix="isotron-run-")
     ranks: list[Rank] = []
     try:
-        with _forwarding(ranks) as seen:
+        with _forwarding(ranks) as told:
             for number in range(world):
-                if not seen:
+                if not told.seen:
                     ranks.append(_start(number, world, target, args, directory))
-            early = seen[0] if seen else 0  # ranks that were not there yet have not heard of it, and none has begun
+            early = (
+                told.seen[0] if told.seen else 0
+            )  # ranks that were not there yet have not heard of it, and none has begun
             first = None if early else _watch(ranks)
     finally:
         for rank in ranks:
@@ -95,7 +108,7 @@ def run_local(target: str, world: int, args: tuple[Any, ...] = ()) -> int:
     if early:
         return _ended_by(early)
     if first is not None:
-        return _told_to_stop(first, seen) or _verdict(first, ranks)
+        return _told_to_stop(first, told, world) or _verdict(first, ranks)
     return EXIT_SIGNALLED if any(rank.code == EXIT_SIGNALLED for rank in ranks) else 0
 
 
@@ -136,31 +149,33 @@ def _start(number: int, world: int, target: str, args: tuple[Any, ...], director
 
 
 @contextlib.contextmanager
-def _forwarding(ranks: list[Rank]) -> Iterator[list[int]]:
-    """Passes stop signals on to the children and gives the list of those seen; a second SIGTERM or SIGINT kills.
+def _forwarding(ranks: list[Rank]) -> Iterator[Told]:
+    """Passes stop signals on to the children and gives what came of it; a second SIGTERM or SIGINT kills.
 
     SIGUSR1 is a scheduler's warning that the time is nearly up: SIGTERM follows, while the ranks are still saving.
     """
-    seen: list[int] = []
-    times = [float("-inf")]
+    told, times = Told(), [float("-inf")]
 
     def forward(signum: int, frame: object) -> None:
         times.append(time.monotonic())
-        if signum in seen and times[-1] - times[-2] < SAME_SECONDS:
+        if signum in told.seen and times[-1] - times[-2] < SAME_SECONDS:
             return
-        seen.append(signum)
-        insists = signum != signal.SIGUSR1 and len([s for s in seen if s != signal.SIGUSR1]) > 1
+        told.seen.append(signum)
+        insists = signum != signal.SIGUSR1 and len([s for s in told.seen if s != signal.SIGUSR1]) > 1
         for rank in ranks:
             with contextlib.suppress(ProcessLookupError):
                 if rank.process.pid is not None and rank.code is None:
+                    if insists and rank.number not in told.killed:
+                        told.killed.append(rank.number)
+                        told.suspended += [rank.number] * processes.is_suspended(rank.process.pid)
                     os.kill(rank.process.pid, signal.SIGKILL if insists else signum)
 
     if threading.current_thread() is not threading.main_thread():  # only the main thread may set handlers
-        yield seen
+        yield told
         return
     before = {number: signal.signal(number, forward) for number in STOP_SIGNALS}
     try:
-        yield seen
+        yield told
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -197,10 +212,22 @@ def _stopped_well(rank: Rank) -> bool:
     return rank.code == EXIT_SIGNALLED and rank.report is not None and not rank.report.failure
 
 
-def _told_to_stop(first: Rank, seen: list[int]) -> int:
-    """128 + the signal, where a signal that was passed on ended a rank that had no handler (yet); else 0."""
+def _told_to_stop(first: Rank, told: Told, world: int) -> int:
+    """128 + the signal that ended a rank, where it was passed on and the rank had no handler (yet), or where it was
+    SIGKILL for one that did not stop; else 0.
+    """
     ended_by = -(first.code or 0)
-    return _ended_by(ended_by) if ended_by > 0 and ended_by in seen else 0
+    if ended_by == signal.SIGKILL and first.number in told.killed:
+        signals = " and ".join(signal.Signals(number).name for number in told.seen[-2:])
+        went_on = f"{_named(told.killed)} of {world} had not stopped and had to be killed"
+        why = f"; {_named(told.suspended)} had been suspended (SIGSTOP, Ctrl-Z)" if told.suspended else ""
+        print(f"isotron: interrupted twice ({signals}): {went_on}{why}", file=sys.stderr, flush=True)
+        return 128 + ended_by
+    return _ended_by(ended_by) if ended_by > 0 and ended_by in told.seen else 0
+
+
+def _named(numbers: list[int]) -> str:
+    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, sorted(numbers)))}"
 
 
 def _ended_by(signum: int) -> int:

@@ -12,7 +12,7 @@ from isotron.commands import dry_run
 from isotron.commands.run_options import JSON, device_count, prepare, run_help, show_config
 from isotron.config.catalogue import Option
 from isotron.config.schema import RunConfig, changed
-from isotron.core.checkpoint.locate import LATEST
+from isotron.core.checkpoint.locate import LATEST, is_complete, steps
 from isotron.core.errors import Refused, refuse
 from isotron.core.host import available_memory
 from isotron.evaluate.tasks import problems_of
@@ -20,6 +20,7 @@ from isotron.launch import World, from_environment, run_local, started_again
 from isotron.planner.advice import contradictions, warnings
 from isotron.planner.fit import memory_problem
 from isotron.planner.job import Job
+from isotron.supervise import EXIT_SIGNALLED
 from isotron.train.places import try_out
 
 OWN = {
@@ -63,8 +64,30 @@ def run(words: Sequence[str]) -> int:
         given = given if any(given.values()) else {"--save": directory}
         given["--local-save"] = asked.checkpoint.local_save
         try_out({option: Path(path) for option, path in given.items() if path})
-    processes = 1 if world is not None else config.layout.world
-    return run_local(MAIN, processes, (config, directory))
+        return _started(config, directory)
+    return run_local(MAIN, 1, (config, directory))
+
+
+def _started(config: RunConfig, directory: str) -> int:
+    """The run on processes of this machine; one that ends before its time says from where it can go on."""
+    code = 1
+    try:
+        code = run_local(MAIN, config.layout.world, (config, directory))
+    except Refused:  # says itself what to do
+        code = 0
+        raise
+    finally:
+        if code not in (0, EXIT_SIGNALLED):
+            print(f"isotron: {left_behind(config.checkpoint.save)}", file=sys.stderr, flush=True)
+    return code
+
+
+def left_behind(save: str) -> str:
+    """What there is to go on from in the directory of saves."""
+    last = next((step for step in (steps(Path(save)) if os.path.isdir(save) else []) if is_complete(step)), None)
+    if last is None:
+        return f"nothing was saved: {save} holds no checkpoint"
+    return f"the last checkpoint is {last}; the same command with --load {save} --save {save} goes on from there"
 
 
 def check_memory(config: RunConfig, world: World | None) -> None:

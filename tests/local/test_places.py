@@ -130,3 +130,31 @@ def test_a_damaged_step_is_passed_over_and_said_once(tmp_path: Path, capsys: pyt
     said = "".join(capsys.readouterr())
     assert said.count("is not complete, looking for another") == said.count("newest complete checkpoint") == 1
     assert "at step 1," in said
+
+
+@pytest.mark.parametrize("end", [137, 75, KeyboardInterrupt])
+def test_a_run_that_is_cut_off_says_what_it_left(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, end: int | type[BaseException]
+) -> None:
+    """And the advice is one that can be followed."""
+
+    def cut_off(*_: object) -> int:
+        if isinstance(end, int):
+            return end
+        raise end
+
+    save = tmp_path / "run"
+    code = end if isinstance(end, int) else 130
+    with monkeypatch.context() as patch:
+        patch.setattr("isotron.commands.train.run_local", cut_off)
+        assert main([*TINY, "--save", str(save)]) == code
+        assert f"isotron: nothing was saved: {save} holds no checkpoint\n" in capsys.readouterr().err
+    assert main([*TINY, "--save", str(save), "--save-interval", "1"]) == 0
+    (save / "step_00000002" / "rank_00000.safetensors").write_bytes(b"cut")
+    with monkeypatch.context() as patch:
+        patch.setattr("isotron.commands.train.run_local", cut_off)
+        assert main([*TINY, "--load", str(save), "--save", str(save)]) == code
+    said = f"isotron: the last checkpoint is {save}/step_00000001; the same command with "
+    assert said in (err := capsys.readouterr().err)
+    assert main([*TINY, *shlex.split(err.partition(said)[2].partition(" goes on")[0])]) == 0
+    assert "resumed from" in capsys.readouterr().out

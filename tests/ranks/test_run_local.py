@@ -173,6 +173,29 @@ def test_a_signal_while_processes_start_is_not_lost(monkeypatch, capfd, number, 
     assert f"ended by {number.name}" in capfd.readouterr().err
 
 
+def deaf(path: str) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    wait_forever(path)
+
+
+def test_a_second_interrupt_says_whom_it_killed(tmp_path, capfd):
+    files = [tmp_path / f"pid{rank}" for rank in range(2)]
+
+    def interrupt() -> None:
+        until(lambda: all(file.exists() and file.read_text() for file in files))
+        os.kill(int(files[1].read_text()), signal.SIGSTOP)
+        for _ in range(2):
+            time.sleep(2 * supervise.SAME_SECONDS)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt).start()
+    assert run_local(f"{HERE}:deaf", 2, (str(tmp_path),)) == 137
+    said = (
+        "isotron: interrupted twice (SIGINT and SIGINT): ranks 0, 1 of 2 had not stopped and had to be killed; rank 1 "
+    )
+    assert capfd.readouterr().err == f"{said}had been suspended (SIGSTOP, Ctrl-Z)\n"
+
+
 def test_no_orphan_when_the_launcher_is_killed(tmp_path):
     command = launcher(tmp_path, "wait_forever")
     files = [tmp_path / f"pid{rank}" for rank in range(2)]
