@@ -137,7 +137,7 @@ _RAMP = {"start_weight_decay": 0.0, "end_weight_decay": 0.1}
 
 # beyond these a typing error would keep the checks themselves busy, or the machine, before anyone could say so
 _MOST = {
-    "num_layers": 100_000, "encoder_num_layers": 100_000, "decoder_num_layers": 100_000, "type_vocab_size": 10**9,
+    "num_layers": 10_000, "encoder_num_layers": 10_000, "decoder_num_layers": 10_000, "type_vocab_size": 10**9,
     "decoder_seq_length": 10**9, "hidden_size": 10**9, "ffn_hidden_size": 10**9, "num_attention_heads": 10**6,
     "num_key_value_heads": 10**6, "head_dim": 10**9, "vocab_size": 10**9, "make_vocab_size_divisible_by": 10**9,
     "seq_length": 10**9, "max_position_embeddings": 10**9, "micro_batch_size": 10**9, "global_batch_size": 10**12,

@@ -14,7 +14,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import accumulate
 from math import prod
 from typing import Any
@@ -147,12 +147,24 @@ class Table:
     rules: tuple[Rule, ...]
     ties: tuple[tuple[str, str], ...] = ()
 
+    @cached_property
+    def alike(self) -> bool:
+        """Whether all blocks have the same rules: none names one of them."""
+        return all(r.pattern.startswith(("layers.*.", "*")) or "layers." not in r.pattern for r in self.rules)
+
+    @cached_property
+    def _known(self) -> dict[str, Rule]:
+        return {}
+
     def rule(self, name: str) -> Rule:
         """The rule of a parameter; a parameter without one is an error."""
-        for rule in self.rules:
-            if fnmatchcase(name, rule.pattern):
-                return rule
-        raise KeyError(f"parameter {name!r} has no entry in the layout table")
+        key = name.split(".", 2)[2] if self.alike and name.startswith("layers.") else f"={name}"
+        if key not in self._known:
+            found = next((rule for rule in self.rules if fnmatchcase(name, rule.pattern)), None)
+            if found is None:
+                raise KeyError(f"parameter {name!r} has no entry in the layout table")
+            self._known[key] = found
+        return self._known[key]
 
     def canonical(self, name: str) -> str:
         """The name under which a tied parameter is initialised, counted and stored."""

@@ -10,6 +10,7 @@ from isotron.core.errors import Problem, Refused, refuse
 from isotron.planner.job import Job
 from isotron.planner.memory import Bytes, plan_memory
 from isotron.planner.remedies import changes
+from isotron.planner.smaller import largest_tensor, smaller_sizes
 
 GB = 1e9
 ENOUGH = 0.9  # of the bytes that were too many: a change to less than this is worth trying
@@ -36,8 +37,8 @@ def memory_problem(config: RunConfig, free: float, on_cpu: bool, processes: int)
     """Why the run does not fit into `free` bytes: of this machine for `processes` of it, or of one device."""
     job, layout = Job.of(config), config.layout
 
-    def needed(other: Job) -> float:
-        every = job_bytes(config, other)
+    def needed(other: Job, run: RunConfig = config) -> float:
+        every = job_bytes(run, other)
         return sum(every) / len(every) * processes if on_cpu else max(every)
 
     need = needed(job)
@@ -47,10 +48,15 @@ def memory_problem(config: RunConfig, free: float, on_cpu: bool, processes: int)
     where = f"{processes} process(es) on this machine need" if on_cpu else "the fullest device needs"
     case = f"{where} {need / GB:.3g} GB and {free / GB:.3g} GB are free (a rank's GB: {by_kind(job)})"
     fit = [text for text, other in changes(job, more=not on_cpu) if needed(other) <= free][:3]
-    fewer = max(1, int(config.model.num_layers * free / need / 2))
-    return Problem(
-        asked, case, "; or ".join(fit) or f"--num-layers {fewer}, or more machines: isotron plan says how many"
+    if fit:
+        return Problem(asked, case, "; or ".join(fit))
+    name, shape, size = largest_tensor(job)
+    case += (
+        f"; the largest tensor, {name} of {' x '.join(f'{n:,}' for n in shape)}, has {size * job.element / GB:.3g} GB"
     )
+    sizes = smaller_sizes(config, lambda other: needed(Job.of(other), other) <= free)
+    fix = "; or ".join(sizes) or "several sizes that are smaller together: no single one would do"
+    return Problem(asked, case, f"{fix}; or more machines: isotron plan says how many")
 
 
 def by_kind(job: Job) -> str:

@@ -15,7 +15,7 @@ from math import prod
 from operator import add, sub
 from typing import Any
 
-from isotron.core.layout import Ints, Placed, Table, shard
+from isotron.core.layout import Ints, Placed, Shard, Table, shard
 from isotron.core.parallel.buckets import DENSE, EXPERTS, Span, cut_buckets, rows_between
 from isotron.core.parallel.plan import Layout, split_layers
 from isotron.core.parallel.split import halves_of, model_costs
@@ -119,14 +119,16 @@ def _part(
     """`known`: what the rank's stages before it own of what several stages hold."""
     sizes = layout.axes
     coordinate = {**dict.fromkeys(sizes, 0), "tp": tp_rank, "etp": tp_rank % layout.expert_tp}
-    placed = {}
+    placed, shards = {}, dict[int, Shard]()
     for name in names:
         canonical = table.canonical(name)
         if canonical in known:
             continue
         known |= {canonical} & held.keys()
         rule, counts = table.rule(canonical), number == held.get(canonical, (number,))[0]
-        placed[name] = Placed(canonical, rule, shard(rule, coordinate, sizes), counts)
+        if id(rule) not in shards:
+            shards[id(rule)] = shard(rule, coordinate, sizes)
+        placed[name] = Placed(canonical, rule, shards[id(rule)], counts)
     classes = layout.classes(held, frozen)
     shapes = {n: p.shard.shape for n, p in placed.items()}
     kinds = {n: classes.of(n, p) for n, p in placed.items()}
@@ -139,21 +141,29 @@ def stage_names(
     config: Any, table: Table, layers: range, first: bool, last: bool, halves: tuple[str, ...] = ()
 ) -> Iterator[str]:
     """Parameter names of a stage in the order in which its modules are registered; `halves`: what it has of blocks."""
-    aliases = {alias for alias, _ in table.ties if alias.startswith("mtp")}
     if hasattr(config, "ends_of"):
         modules = list(config.ends_of(layers, first, last))
     else:
         modules = [*(_FIRST if first else ()), *(_LAST if last else ())]
     latent = any(rule.pattern.endswith("attention.kv_up.weight") for rule in table.rules)
     block = ("attention_norm", *(_LATENT if latent else _ATTENTION), *_MLP, *_CROSS)
-    each = zip(layers, halves or ("",) * len(layers), strict=True)
-    modules += [f"layers.{i}.{part}" for i, half in each for part in block if part.startswith(half)]
+    yield from (name for module in modules for name in _leaves(table, module))
+    inside: dict[str, list[str]] = {}  # names behind that of a block, where all blocks have the same
+    for i, half in zip(layers, halves or ("",) * len(layers), strict=True):
+        if half not in inside or not table.alike:
+            parts = [f"layers.{i}.{part}" for part in block if part.startswith(half)]
+            inside[half] = [name.split(".", 2)[2] for part in parts for name in _leaves(table, part)]
+        yield from (f"layers.{i}.{name}" for name in inside[half])
     if last:
-        modules += _predictions(table, block)
-    for module in modules:
-        for name in (module, f"{module}.weight", f"{module}.bias"):  # the first of a parameter without a module
-            if name in aliases or any(_matches(name, rule.pattern) for rule in table.rules):
-                yield name
+        yield from (name for module in _predictions(table, block) for name in _leaves(table, module))
+
+
+def _leaves(table: Table, module: str) -> Iterator[str]:
+    """The parameters of a module, the first of one without a module."""
+    aliases = {alias for alias, _ in table.ties if alias.startswith("mtp")}
+    for name in (module, f"{module}.weight", f"{module}.bias"):
+        if name in aliases or any(_matches(name, rule.pattern) for rule in table.rules):
+            yield name
 
 
 def _predictions(table: Table, block: tuple[str, ...]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import isqrt
 
 from isotron.planner.block_time import Place
 from isotron.planner.job import Job
@@ -53,7 +54,9 @@ def _same_devices(job: Job) -> list[tuple[str, Job]]:
 
 
 def _largest_below(job: Job) -> int:
-    return max(m for m in range(1, job.micro_batch) if job.global_batch % (m * job.dp) == 0)
+    own = job.global_batch // job.dp
+    low = [m for m in range(1, min(isqrt(own) + 1, job.micro_batch)) if own % m == 0]
+    return max([1, *low, *(own // m for m in low if own // m < job.micro_batch)])
 
 
 def _wider(job: Job) -> list[tuple[str, Job]]:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from isotron import cli
-from isotron.config.check import finish
+from isotron.config.check import check, finish
 from isotron.config.schema import RunConfig, changed
 from isotron.core.host import available_memory
 from isotron.core.models.llama_config import LlamaConfig
 from isotron.planner.fit import memory_problem, out_of_memory, rank_bytes
 from isotron.planner.job import Job
 from isotron.planner.memory import plan_memory
+from isotron.planner.remedies import _largest_below
 
 
 def config(**leaves: object) -> RunConfig:
@@ -29,7 +31,46 @@ def test_what_fits_and_what_does_not() -> None:
     problem = memory_problem(cfg, need - 1, True, 4)
     assert problem is not None and "4 process(es) on this machine need" in problem.case and "--tp 2" in problem.asked
     assert all(kind in problem.case for kind in ("weights", "gradients", "moments", "activations"))
-    assert "--num-layers 1" in memory_problem(cfg, 1.0, True, 4).fix  # type: ignore[union-attr]
+    assert "no single one would do" in memory_problem(cfg, 1.0, True, 4).fix  # type: ignore[union-attr]
+
+
+ABSURD: tuple[tuple[dict[str, int], str, str], ...] = (
+    ({"hidden_size": 10**9, "num_attention_heads": 1000}, "--hidden-size", "layers.0.mlp.gate_up.weight of 5,3"),
+    ({"vocab_size": 10**9}, "--vocab-size", "embed.weight of 1,000,000,000 x 64, has 256 GB"),
+    ({"ffn_hidden_size": 10**9}, "--ffn-hidden-size", "layers.0.mlp.gate_up.weight"),
+    ({"seq_length": 10**8}, "--seq-length", "GB are free"),
+    ({"num_layers": 500, "hidden_size": 2048}, "--num-layers", "activations"),
+    ({"num_layers": 512, "hidden_size": 2048, "pp": 2, "vpp": 4, "global_batch_size": 8}, "--num-layers", "GB are"),
+)
+
+
+@pytest.mark.parametrize(("leaves", "option", "cause"), ABSURD)
+def test_of_absurd_sizes_the_advice_is_one_that_fits(leaves: dict[str, int], option: str, cause: str) -> None:
+    cfg = config(**leaves)
+    assert not check(cfg)
+    problem = memory_problem(cfg, 2e10, True, cfg.layout.world)
+    assert problem is not None and cause in problem.case and "or more machines: isotron plan" in problem.fix
+    assert option in problem.fix
+    for fix in problem.fix.split("; or ")[:-1]:
+        words = fix.split()
+        given = {k[2:].replace("-", "_"): int(v) for k, v in zip(words[::2], words[1::2], strict=True)}
+        less = config(**{**leaves, **given})
+        assert memory_problem(less, 2e10, True, less.layout.world) is None and not check(less)
+
+
+def test_a_vocabulary_that_a_tokenizer_has_is_not_made_smaller(tmp_path: Path) -> None:
+    file = tmp_path / "tokenizer.json"
+    file.write_text("{}")
+    cfg = config(vocab_size=10**9, tokenizer_model=str(file))
+    assert "--vocab-size" not in memory_problem(cfg, 2e10, True, 1).fix  # type: ignore[union-attr]
+
+
+def test_a_microbatch_below_is_found_among_any_number() -> None:
+    for own, micro in ((10**12, 10**9), (360, 20), (17, 17), (7, 1)):
+        job = replace(Job.of(config()), global_batch=own, micro_batch=micro)
+        below = _largest_below(job)
+        assert own % below == 0 and (below < micro or micro == 1)
+        assert own > 10**6 or below == max([m for m in range(1, micro) if own % m == 0], default=1)
 
 
 @pytest.mark.parametrize("on_cpu", [True, False])

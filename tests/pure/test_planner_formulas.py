@@ -14,7 +14,7 @@ from isotron.planner.hardware import GIB
 from isotron.planner.job import Job
 from isotron.planner.live import gathered_elements
 from isotron.planner.memory import activation_peaks, states
-from isotron.planner.parameters import count_parameters, rank_stages
+from isotron.planner.parameters import count_parameters, rank_stages, stage_names
 from isotron.planner.published import cases
 from isotron.planner.reference import first_stage, layer_activations, state_per_parameter
 from isotron.planner.shapes import MILESTONES
@@ -108,6 +108,19 @@ def test_keeping_some_microbatches_whole() -> None:
     none = Job(config, Layout(1, 4, 1), 64, 1, 12)
     assert peaks == sorted(set(peaks))
     assert peaks[-1] == activation_peaks(none, none.table(), [rank_stages(config, none.layout, r) for r in range(4)])[0]
+
+
+def test_blocks_with_the_same_rules_are_looked_up_once() -> None:
+    """With what each block's own look-up finds."""
+    for config in (replace(c, vocab_size=1000) for n, c in PRESETS.items() if "tiny" in n):
+        once, each = config.layout(1000), config.layout(1000)
+        each.__dict__["alike"] = False
+        blocks = range(min(config.num_layers, 5))
+        names = list(stage_names(config, once, blocks, True, True))
+        assert names == list(stage_names(config, each, blocks, True, True))
+        assert [once.rule(n) for n in names] == [each.rule(n) for n in names]
+        if not once.alike:
+            assert any("layers." in r.pattern and not r.pattern.startswith("layers.*.") for r in once.rules)
 
 
 def test_flops_are_those_that_a_run_reports() -> None:

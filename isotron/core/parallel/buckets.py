@@ -125,11 +125,14 @@ def cut_buckets(
     """
     order = sorted(reversed(list(shapes)), key=lambda n: classes[n].order)
     groups: list[list[str]] = []
+    filled = 0  # elements of the last of them
     for name in order:
-        full = groups and sum(prod(shapes[n]) for n in groups[-1]) + prod(shapes[name]) > bucket_size
-        if not groups or full or classes[groups[-1][-1]] != classes[name]:
+        size = prod(shapes[name])
+        if not groups or filled + size > bucket_size or classes[groups[-1][-1]] != classes[name]:
             groups.append([])
+            filled = 0
         groups[-1].append(name)
+        filled += size
     spans, start = [], 0
     for group in groups:
         kind = classes[group[0]]
