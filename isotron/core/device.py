@@ -14,6 +14,7 @@ from functools import lru_cache
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType
 
 import torch
@@ -37,6 +38,7 @@ __all__ = [
     "has_grouped_host_flash",
     "has_grouped_matmul",
     "has_packed_products",
+    "has_wide_instructions_unused",
     "host_buffer",
     "host_bytes",
     "host_zeros",
@@ -306,6 +308,27 @@ def has_grouped_host_flash() -> bool:
 def has_wide_products(device: torch.device) -> bool:
     """Whether a product of 16-bit matrices can be had in float32, as it is summed, instead of rounded to 16 bits."""
     return device.type == "cuda" and hasattr(torch.ops.aten.mm, "dtype")
+
+
+def has_wide_instructions_unused(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether MKL leaves this processor's AVX-512 alone, which oneDNN takes for float32 products."""
+    return device.type == "cpu" and dtype is torch.float32 and _is_wide_host_of_others()
+
+
+@lru_cache(maxsize=1)
+def _is_wide_host_of_others() -> bool:
+    named = getattr(torch.ops.mkldnn, "_linear_pointwise", None) is not None and torch.backends.mkldnn.is_available()
+    wide = torch.backends.cpu.get_cpu_capability() == "AVX512"
+    return named and wide and torch.backends.mkl.is_available() and _host_vendor() not in ("", "GenuineIntel")
+
+
+def _host_vendor() -> str:
+    """The processor's maker in its own word, empty where the system does not say."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return ""
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("vendor_id")), "")
 
 
 def has_packed_products(device: torch.device, dtype: torch.dtype) -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from isotron.core.errors import Refused
-from isotron.core.nn import logits
+from isotron.core.nn import logits, products
 from isotron.core.nn.linear import GradSink
 from isotron.core.nn.loss import Head, _LinearCrossEntropy
 
@@ -26,7 +26,7 @@ def chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     """One chunk, and chunks of 16 tokens in blocks of one, multiplied with the vocabulary 7 rows at a time."""
     monkeypatch.setattr(logits, "CHUNK_BYTES", request.param)
     monkeypatch.setattr(logits, "BLOCK_BYTES", request.param)
-    monkeypatch.setattr(logits, "HOST_ROWS", 7 if request.param == 1 else logits.HOST_ROWS)
+    monkeypatch.setattr(products, "HOST_ROWS", 7 if request.param == 1 else products.HOST_ROWS)
 
 
 def head(rows: int = V, dtype: torch.dtype = torch.float64) -> Head:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from isotron.core.autograd import backward_from
 from isotron.core.device import has_wide_products
-from isotron.core.nn import blocks
+from isotron.core.nn import blocks, products
 
 ADD_ELEMENTS = 1 << 18  # of a gradient that is widened and added, at a time
 
@@ -159,8 +159,8 @@ class _Linear(torch.autograd.Function):
         a = x if pre is None else pre(x)
         full = a if enter is None else enter.forward(a).wait()
         if leave is None:
-            return nn.functional.linear(full, w, bias)
-        y = leave.forward(nn.functional.linear(full, w)).wait()
+            return products.times(full, w, bias)
+        y = leave.forward(products.times(full, w)).wait()
         return y if bias is None else y.add_(bias)
 
     @staticmethod
@@ -178,7 +178,7 @@ class _Linear(torch.autograd.Function):
         dy = dy if dy_coming is None else dy_coming.wait()
         dx = dw = dx_coming = None
         if need_x:
-            dx = torch.matmul(dy, w)
+            dx = products.back(dy, w)
             dx_coming = None if ctx.enter is None else ctx.enter.backward(dx)
         if need_w:
             full = a.detach() if full_coming is None else full_coming.wait()

@@ -12,12 +12,17 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from isotron.core.nn import blocks
+from isotron.core.nn import blocks, products
 from isotron.core.nn.linear import GradSink, add_narrow
 
 CHUNK_BYTES = 64 << 20  # logits at hand: wide enough for good matrix products
 BLOCK_BYTES = 4 << 20  # logits in float32 at a time: small enough for the cache
-HOST_ROWS = 256  # rows of a bfloat16 product with the whole vocabulary at a time: oneDNN does 1024 at half the rate
+
+
+def tokens(w_VD: Tensor) -> int:
+    """How many are in a chunk: whole turns of a product, where there is room for one."""
+    fit = max(16, CHUNK_BYTES // (w_VD.element_size() * max(1, w_VD.shape[0])))
+    return fit - fit % products.HOST_ROWS if fit > products.HOST_ROWS else fit
 
 
 class Vocab(Protocol):
@@ -74,7 +79,7 @@ class Chunks:
 
     def gradient(self, part: slice, x_CD: Tensor, out: Tensor, sums: Sums | None = None) -> tuple[Tensor, Tensor, Sums]:
         """(gradient of the logits [C, V] in `out`, losses [C], sums); with `sums` of a call before nobody is asked."""
-        logits = _product(x_CD, self.w_VD.t(), out[: len(x_CD)], self.bias_V)
+        logits = products.times_into(out[: len(x_CD)], x_CD, self.w_VD, self.bias_V)
         slope = _cap(logits, self.softcap) if self.softcap else None
         losses, sums = loss_gradient(logits, self.labels_N[part], self.row(part), self.vocab, sums)
         if slope is not None:
@@ -83,19 +88,7 @@ class Chunks:
 
     def input_gradient(self, logits_CV: Tensor, out_CD: Tensor) -> None:
         """The gradient of the chunk's x, from that of its logits."""
-        _product(logits_CV, self.w_VD, out_CD)
-
-
-def _product(a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None = None) -> Tensor:
-    """a @ b + bias into `out`."""
-    step = HOST_ROWS if a.device.type == "cpu" and a.dtype == torch.bfloat16 else max(len(a), 1)
-    for start in blocks.starts(len(a), step):
-        part = slice(start, start + step)
-        if bias is None:
-            torch.mm(a[part], b, out=out[part])
-        else:
-            torch.addmm(bias, a[part], b, out=out[part])
-    return out
+        products.times_into(out_CD, logits_CV, self.w_VD.t())
 
 
 def _local_softmax(logits: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:

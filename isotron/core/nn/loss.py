@@ -66,7 +66,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         full = x if head.enter is None else head.enter.forward(x).wait()
         flat, sink = full.reshape(-1, full.shape[-1]), sink_of(w)
         scale = weight if sink is not None else 1.0
-        step = min(len(flat), max(16, chunked.CHUNK_BYTES // (w.element_size() * max(1, w.shape[0]))))
+        step = min(len(flat), chunked.tokens(w))
         real, socket = (w[: head.real], None if b is None else b[: head.real]), (head.vocab, head.softcap)
         chunks = Chunks(*real, labels.flatten(), mask.flatten(), scale, step, *socket)
         waiting = _Waiting(chunks, x, head) if need_w and sink is not None and sink.defers else None
