@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from isotron.commands.helptext import options_help
@@ -13,10 +13,13 @@ from isotron.config.catalogue import Option, catalogue
 from isotron.config.check import check, finish
 from isotron.config.load import LOADER_OPTIONS, RESUMED, Loaded, read
 from isotron.config.resume import Found, find_checkpoint
+from isotron.config.rules import Facts
+from isotron.config.rules_run import own_copy
 from isotron.config.schema import SECTIONS, RunConfig, changed, to_dict, to_toml
 from isotron.core.checkpoint.remote import is_remote
 from isotron.core.errors import Problem, Refused
 from isotron.planner.budget import within_budget
+from isotron.tokenizers.config import DESCRIPTOR
 
 JSON = {"json": Option("json", "bool", False, "print the result as JSON")}
 
@@ -56,17 +59,20 @@ def prepare(words: Sequence[str], extra: Mapping[str, Option], skip: Collection[
     if not found.path and not _may_be_near(loaded):
         place = {"load": ""}
     config = changed(loaded.config, **place)
-    vocab = (
-        0
-        if {"tokenizer_model", "vocab_file", "merge_file", "tokenizer_type"} & set(skip)
-        else tokenizer_entries(config)
-    )
+    facts = Facts(own_tokenizer=_own_tokenizer(config, found))
+    vocab = 0
+    if not {"tokenizer_model", "vocab_file", "merge_file", "tokenizer_type"} & set(skip):
+        try:
+            vocab = tokenizer_entries(config)
+        except Refused as refused:  # what lies there now cannot be read
+            own = own_copy(facts) if facts.own_tokenizer else ""
+            problems += [replace(problem, fix=own or problem.fix) for problem in refused.problems]
     world = from_environment()
     size = None if world is None else world.size
     devices = device_count(config.train.device)
     unread = _unread(loaded) if problems else set()
     problems = [*loaded.problems, *problems]
-    problems += check(config, size, devices, vocab, {*skip, *loaded.doubtful, *unread})
+    problems += check(config, size, devices, vocab, {*skip, *loaded.doubtful, *unread}, facts.own_tokenizer)
     if problems:
         raise Refused(problems)
     finished, chosen = within_budget(finish(config, size, devices, vocab))
@@ -77,6 +83,17 @@ def prepare(words: Sequence[str], extra: Mapping[str, Option], skip: Collection[
         origins["load"] = f"{origins['load']}, which holds no checkpoint yet"
     flags = {k: g.value for k, g in loaded.flags.items()}
     return Prepared(finished, origins, notes, flags, found, tuple(said) if again else ())
+
+
+def _own_tokenizer(config: RunConfig, found: Found) -> str:
+    """The copy of a tokenizer in a checkpoint whose vocabulary the model has, where another one is given."""
+    place = os.path.join(found.path, "tokenizer")
+    given, stored = config.tokenizer.tokenizer_model, (found.config or {}).get("model", {})
+    if not os.path.exists(os.path.join(place, DESCRIPTOR)) or (
+        given and os.path.realpath(given) == os.path.realpath(place)
+    ):
+        return ""
+    return place if stored.get("vocab_size") == config.model.vocab_size else ""
 
 
 def _places(loaded: Loaded) -> tuple[str, str]:

@@ -33,12 +33,13 @@ RULES: tuple[Rule, ...] = (
 
 def check(
     config: RunConfig, world_size: int | None = None, device_count: int = 0, vocab_size: int = 0,
-    skip: Collection[str] = (),
+    skip: Collection[str] = (), own_tokenizer: str = "",
 ) -> list[Problem]:  # fmt: skip
     """Every problem of a run. world_size: processes of a launcher, None when isotron starts them; device_count:
-    accelerators of this machine; vocab_size: the tokenizer's, 0 if unknown; skip: leaves that are not looked at.
+    accelerators of this machine; vocab_size: the tokenizer's, 0 if unknown; skip: leaves that are not looked at;
+    own_tokenizer: the checkpoint's.
     """
-    return broken(config, Facts(world_size, device_count, vocab_size), skip)
+    return broken(config, Facts(world_size, device_count, vocab_size, own_tokenizer), skip)
 
 
 def broken(config: RunConfig, facts: Facts, skip: Collection[str] = ()) -> list[Problem]:

@@ -159,7 +159,8 @@ def _merge(
     if preset:
         sizes = PRESETS[preset]
         merged |= {leaf: (getattr(sizes, leaf), f"preset {preset}") for leaf in sizes.__dataclass_fields__}
-    merged |= {leaf: (value, "checkpoint") for leaf, value in saved.items()}
+    replaced = _other_tokenizer({g.leaf for g in parsed.given.values()} | toml.keys())
+    merged |= {leaf: (value, "checkpoint") for leaf, value in saved.items() if leaf not in replaced}
     for leaf in catalogue():
         if leaf in toml:
             _set(merged, OF_FAMILY.get((family.name, leaf), leaf), toml[leaf], where)
@@ -167,6 +168,12 @@ def _merge(
         if given.leaf in catalogue():
             _set(merged, OF_FAMILY.get((family.name, given.leaf), given.leaf), given.value, f"flag {given.source}")
     return merged
+
+
+def _other_tokenizer(given: set[str]) -> set[str]:
+    """Files of a checkpoint's tokenizer that those of another kind stand for."""
+    pair = {"vocab_file", "merge_file"}
+    return (pair if "tokenizer_model" in given else set()) | ({"tokenizer_model"} if given & pair else set())
 
 
 def _set(merged: dict[str, tuple[Any, str]], leaf: str, value: Any, origin: str) -> None:

@@ -25,11 +25,15 @@ def is_no_directory(path: str) -> bool:
 
 @dataclass(frozen=True)
 class Facts:
-    """The world of a run: processes given by a launcher (None: isotron starts them), accelerators, tokenizer, files."""
+    """The world of a run: processes given by a launcher (None: isotron starts them), accelerators, tokenizer, files.
+
+    `own_tokenizer`: the copy in the checkpoint that the run goes on from; empty where there is none.
+    """
 
     world_size: int | None = None
     device_count: int = 0
     tokenizer_vocab: int = 0
+    own_tokenizer: str = ""
     exists: Callable[[str], bool] = os.path.exists
     is_file: Callable[[str], bool] = is_no_directory
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 
-from isotron.config.rules import Facts, Rule, asked
+from isotron.config.rules import Facts, Rule, asked, moved
 from isotron.config.schema import RunConfig
 from isotron.core.errors import Problem
 from isotron.core.optim.groups import parse
+from isotron.tokenizers.config import DESCRIPTOR
 
 
 def _batch(c: RunConfig, f: Facts) -> Problem:
@@ -48,6 +50,11 @@ def _vocab(c: RunConfig, f: Facts) -> Problem:
 
 
 def _vocab_covers(c: RunConfig, f: Facts) -> Problem:
+    if f.own_tokenizer:
+        case = (
+            f"the tokenizer has {f.tokenizer_vocab} entries and the checkpoint's model {c.model.vocab_size}: the run "
+        )
+        return Problem(asked(c, *moved(c, *_FILES), "load"), f"{case}began with another one", own_copy(f))
     case = f"the tokenizer has {f.tokenizer_vocab} entries, the model would have {c.model.vocab_size}"
     return Problem(asked(c, "vocab_size"), case, f"--vocab-size {f.tokenizer_vocab}, or leave it out")
 
@@ -67,14 +74,22 @@ def _bpe_pair(c: RunConfig, f: Facts) -> Problem:
     return Problem(asked(c, given), case, "--vocab-file vocab.json --merge-file merges.txt")
 
 
+def own_copy(f: Facts) -> str:
+    """What to say of a tokenizer that is not what it was when the checkpoint was written."""
+    return f"--tokenizer-model {f.own_tokenizer}, the copy that is in the checkpoint"
+
+
 def _missing_tokenizer(c: RunConfig, f: Facts) -> list[str]:
+    if c.tokenizer.tokenizer_model and f.exists(os.path.join(c.tokenizer.tokenizer_model, DESCRIPTOR)):
+        return []  # a checkpoint's copy needs no other file
     return [leaf for leaf in ("tokenizer_model", "vocab_file", "merge_file")
             if getattr(c.tokenizer, leaf) and not f.exists(getattr(c.tokenizer, leaf))]  # fmt: skip
 
 
 def _tokenizer_files(c: RunConfig, f: Facts) -> Problem:
     missing = _missing_tokenizer(c, f)
-    fix = f"{' '.join('--' + m.replace('_', '-') + ' PATH' for m in missing)} with the path of a local file"
+    paths = f"{' '.join('--' + m.replace('_', '-') + ' PATH' for m in missing)} with the path of a local file"
+    fix = own_copy(f) if f.own_tokenizer else paths
     return Problem(asked(c, *missing), "there is no such file; nothing is downloaded", fix)
 
 

@@ -31,9 +31,9 @@ from isotron.inference.engine import Engine
 from isotron.inference.pairs import PairEngine
 from isotron.inference.row import Row
 from isotron.inference.session import find_step, session, without_training
-from isotron.tokenizers.base import DESCRIPTOR, Tokenizer
+from isotron.tokenizers.base import Tokenizer
 from isotron.tokenizers.build import build_tokenizer, load_tokenizer
-from isotron.tokenizers.config import TokenizerConfig
+from isotron.tokenizers.config import DESCRIPTOR, TokenizerConfig
 from isotron.tokenizers.null import NullTokenizer
 
 SENTINEL = re.compile(r"(<extra_id_[0-9]{1,9}>)")  # what stands for a masked span in a text

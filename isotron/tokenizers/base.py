@@ -20,8 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from isotron.core.errors import refuse
+from isotron.tokenizers.config import DESCRIPTOR
 
-DESCRIPTOR = "isotron_tokenizer.json"
 END_OF_TEXT = "<|endoftext|>"
 Flat: TypeAlias = tuple[npt.NDArray[np.integer], npt.NDArray[np.int64]]
 

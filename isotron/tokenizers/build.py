@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import cast
 
 from isotron.core.errors import refuse
-from isotron.tokenizers.base import DESCRIPTOR, FileTokenizer, Tokenizer, need_file, unreadable
-from isotron.tokenizers.config import TYPES, TokenizerConfig
+from isotron.tokenizers.base import FileTokenizer, Tokenizer, need_file, unreadable
+from isotron.tokenizers.config import DESCRIPTOR, TYPES, TokenizerConfig
 from isotron.tokenizers.extra import WithExtraIds
 from isotron.tokenizers.gpt2_bpe import GPT2BPETokenizer
 from isotron.tokenizers.huggingface import HuggingFaceTokenizer

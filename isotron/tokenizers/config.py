@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from isotron.core.options import option
 
+DESCRIPTOR = "isotron_tokenizer.json"  # in a directory that a checkpoint's tokenizer is stored in
 TYPES = (
     "auto",
     "GPT2BPETokenizer",

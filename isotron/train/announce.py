@@ -13,7 +13,8 @@ from isotron.core.parallel.deal import sizes_of
 from isotron.core.parallel.model import ParallelModel
 from isotron.core.parallel.plan import Layout, split_layers
 from isotron.core.parallel.split import counts_of, model_costs
-from isotron.tokenizers.base import DESCRIPTOR, Tokenizer, other_files
+from isotron.tokenizers.base import Tokenizer, other_files
+from isotron.tokenizers.config import DESCRIPTOR
 
 
 def start_lines(config: RunConfig, model: ParallelModel, ranks: int) -> list[str]:

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from isotron.cli import main
 from isotron.core.errors import Refused
 from isotron.tokenizers import tiktoken_file
-from isotron.tokenizers.base import DESCRIPTOR, Tokenizer
+from isotron.tokenizers.base import Tokenizer
 from isotron.tokenizers.build import build_tokenizer, load_tokenizer
-from isotron.tokenizers.config import TokenizerConfig
+from isotron.tokenizers.config import DESCRIPTOR, TokenizerConfig
 
 ASSETS = Path(__file__).resolve().parents[2] / "assets"
 VOCAB, MERGES = str(ASSETS / "gpt2" / "vocab.json"), str(ASSETS / "gpt2" / "merges.txt")
@@ -241,3 +242,63 @@ def test_a_missing_library_says_what_to_install(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(__import__("sys").modules, "sentencepiece", None)
     with pytest.raises(Refused, match="pip install sentencepiece"):
         build_tokenizer(TokenizerConfig(tokenizer_model=BOTCHAN))
+
+
+RUN = [
+    "train",
+    "--num-layers",
+    "1",
+    "--hidden-size",
+    "8",
+    "--num-attention-heads",
+    "2",
+    "--ffn-hidden-size",
+    "8",
+    "--seq-length",
+    "8",
+    "--eval-iters",
+    "0",
+    "--device",
+    "cpu",
+    "--mock-data",
+    "--no-tensorboard",
+]
+
+
+@pytest.mark.parametrize("options", [("--tokenizer-model",), ("--vocab-file", "--merge-file")])
+def test_a_run_whose_tokenizer_is_no_longer_what_it_was_goes_on_with_its_own_copy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: tuple[str, ...]
+) -> None:
+    """Grown, gone, unreadable: each time the advice is taken."""
+    names = {"--tokenizer-model": "tokenizer.json", "--vocab-file": "vocab.json", "--merge-file": "merges.txt"}
+    files = {option: tmp_path / names[option] for option in options}
+    table = gpt2_bytes() | {"<|endoftext|>": 256}
+    model = {"type": "BPE", "vocab": table, "merges": []}
+    added = {"id": 256, "content": "<|endoftext|>", "special": True, "single_word": False, "lstrip": False,
+             "rstrip": False, "normalized": False}  # fmt: skip
+
+    def write(vocab: dict[str, int]) -> None:
+        for option, path in files.items():
+            whole = {"version": "1.0", "added_tokens": [added], "model": model | {"vocab": vocab}}
+            path.write_text(
+                "#version: 0.2\n" if "merge" in option else json.dumps(vocab if "vocab" in option else whole)
+            )
+
+    write(table)
+    run = str(tmp_path / "run")
+    words = [*RUN, *(word for option, path in files.items() for word in (option, str(path)))]
+    assert main([*words, "--save", run, "--train-iters", "1"]) == 0
+    for step, change in enumerate(("grown", "gone", "unreadable"), 1):
+        if change == "grown":
+            write(table | {"new": 257})
+        for path in files.values() if change != "grown" else ():
+            path.unlink() if change == "gone" else path.write_text("{")
+        capsys.readouterr()
+        again = [*words, "--load", run, "--save", run, "--train-iters", str(step + 1)]
+        assert main(again) == 2
+        lines = capsys.readouterr().err.splitlines()
+        assert [line.partition(":")[0] for line in lines if line] == ["asked", "but", "try"], lines
+        advice = lines[-1].removeprefix("try:").partition(",")[0].split()
+        assert advice == ["--tokenizer-model", f"{run}/step_{step:08d}/tokenizer"]
+        assert main([*again, *advice]) == 0
+        assert f"resumed from {run}/step_{step:08d}" in capsys.readouterr().out
