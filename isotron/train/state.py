@@ -188,8 +188,7 @@ def _load_counters(state: TrainState, meta: dict[str, Any], step_dir: Path) -> N
     state.optimizer.updates, state.consumed_samples, state.skipped = updates, consumed, skipped
     state.segments, state.sources = segments, sources
     state.recent, state.rewinds, state.nan = recent, rewinds, nan
-    if state.scaler.dynamic and scaler.dynamic:
-        state.scaler = scaler
+    state.scaler.go_on_from(scaler)
 
 
 def _no_counters(step_dir: Path, case: str) -> Refused:

@@ -26,6 +26,9 @@ def test_counters_are_taken_in() -> None:
     _load_counters(run, GOOD, Path("run/step_00000002"))
     assert (run.optimizer.updates, run.consumed_samples, run.skipped, run.segments) == (2, 8, 0, [4, 4])
     assert run.scaler == LossScaler(2.0)
+    run.scaler = LossScaler(1.0, 4.0, 50, 1)
+    _load_counters(run, GOOD, Path("run/step_00000002"))
+    assert run.scaler == LossScaler(4.0, 4.0, 50, 1)  # options are those of this run
 
 
 @pytest.mark.parametrize(
@@ -33,7 +36,8 @@ def test_counters_are_taken_in() -> None:
     [
         {"updates": "x"}, {"updates": -1}, {"updates": None}, {"consumed_samples": -4}, {"consumed_samples": 9},
         {"skipped": -1}, {"segments": [-5, 20]}, {"segments": "abc"}, {"segments": 3}, {"segments": []},
-        {"scaler": {"dynamic": True}}, {"scaler": 5}, {"scaler": {"scale": 1.0, "more": 2}}, {"sources": [3]},
+        {"scaler": {"dynamic": True}}, {"scaler": 5}, {"scaler": {"scale": 1.0, "more": 2}}, {"scaler": {"scale": "x"}},
+        {"sources": [3]},
     ],
     ids=str,
 )  # fmt: skip

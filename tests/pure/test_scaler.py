@@ -1,5 +1,10 @@
 """The loss scale's rule, step by step."""
 
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
 from isotron.core.optim.config import OptimConfig
 from isotron.core.precision.scaler import LossScaler
 
@@ -36,6 +41,31 @@ def test_a_restored_scaler_goes_on_as_if_nothing_had_been() -> None:
         straight, first = LossScaler(64.0, window=2), LossScaler(64.0, window=2)
         whole = scales(straight, steps)
         assert scales(first, steps[:cut]) + scales(LossScaler(**first.state()), steps[cut:]) == whole
+
+
+def changed(**leaves: Any) -> LossScaler:
+    return LossScaler.for_run("float16", replace(OptimConfig(initial_loss_scale=64.0), **leaves))
+
+
+@pytest.mark.parametrize(
+    ("leaves", "steps", "expected"),
+    [
+        ({}, ".x", [64, 32]),
+        ({"loss_scale_window": 3}, "...", [128, 128, 128]),  # five steps have been clean already
+        ({"min_loss_scale": 512.0, "initial_loss_scale": 512.0}, "xx", [512, 512]),
+        ({"hysteresis": 1}, "x", [32]),
+        ({"hysteresis": 4, "loss_scale_window": 6}, ".xxxx", [128, 128, 128, 128, 64]),
+        ({"initial_loss_scale": 8.0}, ".", [64]),  # where the scale began is over
+        ({"loss_scale": 8.0}, "xx", [8, 8]),
+    ],
+    ids=str,
+)
+def test_options_asked_for_now_count_after_a_resume(leaves: Any, steps: str, expected: list[float]) -> None:
+    """Scale and counters are the saved run's: 64, one of two units of hysteresis used up, then 5 clean steps."""
+    saved, resumed = changed(), changed(**leaves)
+    assert scales(saved, "x.....") == [64] * 6
+    resumed.go_on_from(LossScaler(**saved.state()))
+    assert scales(resumed, steps) == expected
 
 
 def test_which_runs_scale() -> None:

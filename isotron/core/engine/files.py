@@ -179,7 +179,6 @@ def _take(engine: Saving, state: Mapping[str, Any], parts: Parts) -> None:
     if parts.counters:
         engine.global_steps, engine.skipped_steps = int(state["global_steps"]), int(state["skipped_steps"])
         engine.micro_steps = int(state["micro_steps"])
-        if engine.scaler.dynamic:
-            engine.scaler = LossScaler(**state["scaler"])
+        engine.scaler.go_on_from(LossScaler(**state["scaler"]))
     if parts.schedule and engine.lr_scheduler is not None:
         engine.lr_scheduler.load_state_dict(state["scheduler"])

@@ -24,8 +24,8 @@ class LossScaler:
     patience: int | None = None  # None: as much as `hysteresis`; 0 is a state of its own
 
     def __post_init__(self) -> None:
-        if self.patience is None:
-            self.patience = self.hysteresis
+        self.scale, self.clean = float(self.scale), int(self.clean)
+        self.patience = self.hysteresis if self.patience is None else int(self.patience)
 
     @staticmethod
     def for_run(dtype: str, cfg: OptimConfig) -> LossScaler:
@@ -52,9 +52,15 @@ class LossScaler:
                 self.scale = max(self.scale * 0.5, self.floor)
             return
         self.clean += 1
-        if self.clean == self.window:
+        if self.clean >= self.window:
             self.clean, self.patience = 0, self.hysteresis
             self.scale *= 2.0
+
+    def go_on_from(self, saved: LossScaler) -> None:
+        """Take over where a saved scale stood; floor, window and hysteresis stay those asked for now."""
+        if self.dynamic and saved.dynamic:
+            self.scale, self.clean = max(saved.scale, self.floor), saved.clean
+            self.patience = min(saved.patience or 0, self.hysteresis)
 
     def state(self) -> dict[str, float]:
         """What a checkpoint keeps."""
