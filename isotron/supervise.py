@@ -56,12 +56,15 @@ class Report:
 
 @dataclass
 class Rank:
-    """One child: its process, the pipe that its report comes through, and the report."""
+    """One child: its process, the pipe that its report comes through, and the report; `silent`: none can come (any
+    more).
+    """
 
     number: int
     process: BaseProcess
     pipe: connection.Connection
     report: Report | None = None
+    silent: bool = False
     code: int | None = field(default=None)
 
 
@@ -185,7 +188,8 @@ def _watch(ranks: list[Rank]) -> Rank | None:
     """Waits for all children; gives the one that is the cause of a failure, or None.
 
     After a failure the others get GRACE_SECONDS. A rank that died without a word is the cause; of those that report,
-    the one with the earliest error: the others may only have lost their peer.
+    the one with the earliest error: the others may only have lost their peer. Reports are taken as they come: one that
+    is larger than the pipe holds its process up until then.
     """
     failures: list[Rank] = []
     deadline: float | None = None
@@ -194,7 +198,11 @@ def _watch(ranks: list[Rank]) -> Rank | None:
         left = None if deadline is None else deadline - time.monotonic()
         if left is not None and left <= 0:
             break
-        ready = connection.wait([rank.process.sentinel for rank in waiting], timeout=left)
+        reports = [rank.pipe for rank in waiting if not rank.silent]
+        ready = connection.wait([*reports, *(rank.process.sentinel for rank in waiting)], timeout=left)
+        for rank in waiting:
+            if rank.pipe in ready:
+                _take_report(rank)
         ended = [rank for rank in waiting if rank.process.sentinel in ready]
         for rank in ended:
             _take_end(rank)
@@ -235,10 +243,15 @@ def _ended_by(signum: int) -> int:
     return 128 + signum
 
 
-def _take_end(rank: Rank) -> None:
+def _take_report(rank: Rank) -> None:
     with contextlib.suppress(EOFError, ConnectionResetError):
-        if rank.pipe.poll():
-            rank.report = rank.pipe.recv()
+        rank.report = rank.pipe.recv()
+    rank.silent = True
+
+
+def _take_end(rank: Rank) -> None:
+    if not rank.silent and rank.pipe.poll():  # it came while the process was ending
+        _take_report(rank)
     rank.process.join()
     rank.code = rank.process.exitcode
 

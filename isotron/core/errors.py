@@ -10,6 +10,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+LISTED = 20  # names, or problems alike, that a message shows of a list
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -46,6 +48,21 @@ class Refused(Exception):
 def refuse(asked: str, case: str, fix: str, exit_code: int = 2) -> Refused:
     """The common case of one problem: `raise refuse(asked, case, fix)`."""
     return Refused([Problem(asked, case, fix)], exit_code)
+
+
+def listed(names: Iterable[Any], between: str = ", ") -> str:
+    """The names, or the first of them and how many there are: a model has tens of thousands of tensors."""
+    found = list(map(str, names))
+    shown = between.join(found[:LISTED])
+    return shown if len(found) <= LISTED else f"{shown}{between}... ({len(found):,} in all)"
+
+
+def shortened(problems: list[Problem]) -> list[Problem]:
+    """The problems, of tensors or files that have one each; or the first of them and how many there are."""
+    if len(problems) <= LISTED:
+        return problems
+    last = problems[LISTED]
+    return [*problems[:LISTED], Problem(last.asked, f"{len(problems) - LISTED:,} more like these", last.fix)]
 
 
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)

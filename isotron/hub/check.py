@@ -11,7 +11,7 @@ import torch
 
 from isotron.core.checkpoint.files import dtype_name
 from isotron.core.checkpoint.load import Source, TensorSource
-from isotron.core.errors import refuse
+from isotron.core.errors import listed, refuse
 from isotron.core.layout import Box, whole
 from isotron.core.models.hf_names import entry_of
 from isotron.hub.families import Spelling
@@ -44,7 +44,7 @@ def check_result(opened: Opened, work: Path, to: str, dtype: torch.dtype | None)
     made.close()
     opened.close()
     if wrong:
-        case = f"read again, {len(wrong)} tensors are not what was written: {', '.join(wrong)}"
+        case = f"read again, {len(wrong)} tensors are not what was written: {listed(wrong)}"
         raise refuse(
             f"convert to {work}", case, f"remove {work} and convert again; the disk may be damaged", exit_code=1
         )

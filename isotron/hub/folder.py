@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from isotron.core.errors import Problem, Refused, refuse
+from isotron.core.errors import Problem, Refused, listed, refuse, shortened
 from isotron.core.layout import Ints
 from isotron.hub.families import Spelling, spelling_of_type
 
@@ -155,10 +155,10 @@ def _indexed(path: Path) -> dict[str, Stored]:
         wrong += [f"{key} is not in the index" for key in sorted(header.keys() - places.keys())]
         wrong += [f"{key} is also in {places[key]}" for key in sorted((header.keys() & places.keys()) - expected)]
         if wrong:
-            problems.append(Problem(where, f"{INDEX} and {name} disagree: {'; '.join(wrong)}", fix))
+            problems.append(Problem(where, f"{INDEX} and {name} disagree: {listed(wrong, '; ')}", fix))
         found |= header
     if problems:
-        raise Refused(problems)
+        raise Refused(shortened(problems))
     return found
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from isotron.core.errors import Problem, Refused, refuse
+from isotron.core.errors import Problem, Refused, listed, refuse
 from isotron.core.layout import Box, Ints, whole
 from isotron.core.models.hf_names import Mapped, entry_of
 from isotron.hub.files import OpenFiles
@@ -134,12 +134,12 @@ class HFSource:
             case = f"config.json says tie_word_embeddings false, and there is no {missing[0]}"
             problems.append(Problem(asked, case, '"tie_word_embeddings": true in config.json, if the model was tied'))
         elif missing:
-            problems.append(Problem(asked, f"{len(missing)} tensors are missing: {', '.join(missing)}", fix))
+            problems.append(Problem(asked, f"{len(missing)} tensors are missing: {listed(missing)}", fix))
         if unknown:
-            case = f"the model has no place for {len(unknown)} tensors: {', '.join(sorted(unknown))}"
+            case = f"the model has no place for {len(unknown)} tensors: {listed(sorted(unknown))}"
             problems.append(Problem(asked, case, fix))
         if wrong:
-            problems.append(Problem(asked, "; ".join(wrong), fix))
+            problems.append(Problem(asked, listed(wrong, "; "), fix))
         if problems:
             raise Refused(problems)
 

@@ -16,6 +16,7 @@ from isotron.core.checkpoint.partial import Renamed, parse_renames
 from isotron.core.checkpoint.ranks import together
 from isotron.core.checkpoint.weights import load_masters, load_weights
 from isotron.core.device import dtype_of
+from isotron.core.errors import listed
 from isotron.core.optim.build import make_optimizer
 from isotron.hub.folder import CONFIG, companions, is_folder
 from isotron.hub.foreign import foreign_source, is_foreign, optimizer_left
@@ -53,9 +54,9 @@ def begin(state: TrainState, path: Path, say: Callable[[str], None]) -> None:
 
     loaded, _ = together(state.ranks, f"begin with the weights of {path}", read)
     if loaded.missing:
-        say(f"isotron: not in {path}, as they were initialised: {', '.join(loaded.missing)}")
+        say(f"isotron: not in {path}, as they were initialised: {listed(loaded.missing)}")
     if loaded.unexpected:
-        say(f"isotron: in {path} and not in the model: {', '.join(loaded.unexpected)}")
+        say(f"isotron: in {path} and not in the model: {listed(loaded.unexpected)}")
     state.optimizer = make_optimizer(state.model, state.config.optim)  # its masters are the weights just read
     say(f"isotron: begun with the weights of {path}")
     if any(left) and not wanted.finetune:

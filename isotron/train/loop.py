@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from isotron.core import device as devices
 from isotron.core.checkpoint.locate import find_together
-from isotron.core.errors import Refused, refuse
+from isotron.core.errors import Refused, listed, refuse
 from isotron.core.parallel.replicas import unequal_replicas
 from isotron.data.batches import Prefetcher, microbatches
 from isotron.train.faults import EXIT_FAILED, EXIT_OK, EXIT_SIGNALLED, Deadline, FiniteGuard, StopSignal, Watchdog
@@ -294,7 +294,7 @@ def _check_replicas(state: TrainState) -> None:
     if differing:
         raise refuse(
             f"weights that are equal on all ranks at step {state.step}",
-            f"these differ between ranks: {', '.join(differing)}",
+            f"these differ between ranks: {listed(differing)}",
             "resume from the last checkpoint; if it happens again, a device or the program is at fault",
             exit_code=1,
         )

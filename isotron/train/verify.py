@@ -18,7 +18,7 @@ from torch import Tensor
 
 from isotron.core import device as devices
 from isotron.core.batch import Batch
-from isotron.core.errors import refuse
+from isotron.core.errors import listed, refuse
 from isotron.core.layout import Box
 from isotron.core.mesh import ALONE, AXES, Group, Mesh
 from isotron.core.optim.build import make_optimizer
@@ -176,7 +176,7 @@ def _assemble(
             target.copy_(torch.from_numpy(values))
     missing = [name for name, full in whole.items() if torch.isnan(full).any()]
     if missing:
-        raise RuntimeError(f"no rank holds all of {', '.join(missing)} as its own, or it is NaN")
+        raise RuntimeError(f"no rank holds all of {listed(missing)} as its own, or it is NaN")
     return whole
 
 

@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ from isotron.core.checkpoint.load import Loaded, Source, Wanted, load_tensors
 from isotron.core.checkpoint.locate import find, verify_files
 from isotron.core.checkpoint.ranks import SingleRank
 from isotron.core.checkpoint.save import Saved, save_checkpoint
-from isotron.core.errors import Refused
+from isotron.core.errors import LISTED, Problem, Refused, listed, shortened
 from isotron.core.layout import Box, whole
 
 DTYPES = {name for name in FORMAT_DTYPES if hasattr(torch, name)}  # an older torch lacks the youngest types
@@ -371,6 +372,19 @@ def test_files_that_contradict_the_manifest_are_named(tmp_path: Path, damage: st
         load_all(step)
     with pytest.raises(Refused, match=r"file rank_00000\.safetensors is (truncated or )?damaged: expected"):
         verify_files(step)
+
+
+def test_refusals_show_the_first_names_of_a_large_model_and_how_many_there_are(tmp_path):
+    names = [f"layers.{i}.{j}" for i in range(60) for j in range(500)]
+    wanted = [Wanted(name, [], shape=(3,)) for name in names]
+    held = [*names[:15000], *(f"other.{i}" for i in range(15000))]
+    with pytest.raises(Refused) as caught:
+        load_tensors(SimpleNamespace(names=lambda: held, info=lambda name: (torch.float32, (2,))), wanted)
+    assert [f"({n} in all)" in p.case for p, n in zip(caught.value.problems, ["15,000"] * 3, strict=True)] == [True] * 3
+    assert len(str(caught.value)) < 8000
+    assert listed(range(LISTED)) == ", ".join(map(str, range(LISTED)))
+    few = shortened([Problem("asked", str(i), "fix") for i in range(100)])
+    assert len(few) == LISTED + 1 and few[-1].case == "80 more like these"
 
 
 def test_all_names_and_shapes_that_differ_are_in_one_refusal(tmp_path: Path):

@@ -94,6 +94,11 @@ def option_values(module: ast.Module) -> set[ast.AST]:
     return allowed
 
 
+def test_messages_that_count_names_show_the_first_of_them():
+    counted = re.compile(r"\{len\((\w+)\)\}.*\bjoin\((?:sorted\()?\1\)")  # see `listed` in errors.py
+    assert not [str(path) for path in FILES if counted.search(path.read_text(encoding="utf-8"))]
+
+
 @pytest.mark.parametrize("path", FILES, ids=module_name)
 def test_only_the_device_module_names_devices(path):
     if path == ROOT / "isotron" / "core" / "device.py" or (ROOT / "isotron" / "config") in path.parents:

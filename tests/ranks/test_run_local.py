@@ -64,6 +64,14 @@ def refuse_everywhere() -> None:
     raise refuse("--tp 3", "heads do not divide", "--tp 2", exit_code=2)
 
 
+def refuse_at_length(count: int) -> None:
+    raise refuse("--tp 3", " ".join(["word"] * count), "--tp 2")
+
+
+def raise_at_length(count: int) -> None:
+    raise ValueError("word " * count)
+
+
 def exit_with(code: int) -> int:
     return code
 
@@ -124,6 +132,14 @@ def test_refusals_are_raised_here_once():
     with pytest.raises(Refused) as caught:
         run_local(f"{HERE}:refuse_everywhere", 2)
     assert [p.asked for p in caught.value.problems] == ["--tp 3"]
+
+
+def test_a_report_larger_than_a_pipe_arrives(capfd):
+    with pytest.raises(Refused) as caught:
+        run_local(f"{HERE}:refuse_at_length", 2, (200_000,))
+    assert len(caught.value.problems[0].case) == 999_999
+    assert run_local(f"{HERE}:raise_at_length", 2, (200_000,)) == 1
+    assert "word " * 199_999 in capfd.readouterr().err
 
 
 LAUNCHER = """

@@ -18,7 +18,7 @@ from isotron.core.checkpoint.cover import lies_inside, region_text
 from isotron.core.checkpoint.files import dtype_name
 from isotron.core.checkpoint.format import DTYPES, Chunk, Entry, Manifest
 from isotron.core.checkpoint.locate import file_inside, verify_files
-from isotron.core.errors import Problem, Refused, refuse
+from isotron.core.errors import Problem, Refused, listed, refuse
 from isotron.core.layout import Box, Ints
 
 OPEN_FILES = 8
@@ -178,11 +178,11 @@ def load_tensors(
 def _name_problems(missing: tuple[str, ...], unexpected: tuple[str, ...]) -> list[Problem]:
     problems = []
     if missing:
-        case = f"the checkpoint lacks {len(missing)} of them: {', '.join(missing)}"
+        case = f"the checkpoint lacks {len(missing)} of them: {listed(missing)}"
         fix = "load a checkpoint of this model, with the names that its manifest.json lists"
         problems.append(Problem("load all tensors of this model", case, fix))
     if unexpected:
-        case = f"the model has no place for {len(unexpected)} of them: {', '.join(unexpected)}"
+        case = f"the model has no place for {len(unexpected)} of them: {listed(unexpected)}"
         fix = "load into the model that was saved, or load weights only"
         problems.append(Problem("load every tensor of the checkpoint", case, fix))
     return problems
@@ -198,8 +198,8 @@ def _shape_problems(source: TensorSource, wanted: Iterable[Wanted]) -> list[Prob
             continue
         outside = [region_text(box) for box, _ in want.pieces if not lies_inside(box, shape)]
         if outside:
-            cases.append(f"{want.name} has shape {list(shape)} in the checkpoint, the model wants {', '.join(outside)}")
+            cases.append(f"{want.name} has shape {list(shape)} in the checkpoint, the model wants {listed(outside)}")
     if not cases:
         return []
     fix = "use the sizes of the checkpoint's model config (meta in its manifest.json)"
-    return [Problem("load tensors with the shapes of this model", "; ".join(cases), fix)]
+    return [Problem("load tensors with the shapes of this model", listed(cases, "; "), fix)]

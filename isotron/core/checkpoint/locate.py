@@ -15,7 +15,7 @@ from pathlib import Path
 
 from isotron.core.checkpoint.format import MANIFEST, FileEntry, Manifest, read_manifest
 from isotron.core.checkpoint.ranks import Ranks, together
-from isotron.core.errors import Problem, Refused, refuse
+from isotron.core.errors import Problem, Refused, refuse, shortened
 
 LATEST = "latest"
 STEP = re.compile(r"step_(\d{8,18})", re.ASCII)
@@ -154,7 +154,7 @@ def verify_files(path: str | Path, hashes: bool = True, share: tuple[int, int] =
             fix = "load another step of the same run, or copy this file again from where it came"
             problems.append(Problem(f"read the checkpoint {path}", case, fix))
     if problems:
-        raise Refused(problems)
+        raise Refused(shortened(problems))
     return manifest
 
 

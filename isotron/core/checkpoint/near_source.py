@@ -20,7 +20,7 @@ from isotron.core.checkpoint.format import MANIFEST, Chunk, Manifest, parse_mani
 from isotron.core.checkpoint.load import Source
 from isotron.core.checkpoint.locate import STEP, file_error, step_name
 from isotron.core.checkpoint.near import FILES, RUN, Near
-from isotron.core.errors import Refused
+from isotron.core.errors import Refused, listed
 from isotron.core.layout import Box
 
 Copies = dict[str, dict[str, list[int]]]  # file -> node directory -> ranks that see it there
@@ -54,7 +54,7 @@ def find_near(near: Near, newer_than: int, say: Callable[[str], None]) -> NearSo
         if all(left.values()):
             manifest = parse_manifest(text.encode())
             return NearSource(near, manifest, {s.path.parent.name: s.path for s in mine}, left)
-        lost = ", ".join(file for file, where in left.items() if not where)
+        lost = listed(file for file, where in left.items() if not where)
         say(f"step {step} in {near.directory} is not whole, every copy of {lost} is damaged")
     return None
 
@@ -109,7 +109,7 @@ def _candidates(reports: list[Any], say: Callable[[str], None]) -> list[Any]:
     for (step, _), table in sorted(copies.items()):
         lost = [name for name, nodes in table.items() if not nodes]
         if lost:
-            say(f"step {step} in the nodes' own directories is not whole: no node has {', '.join(lost)} in full size")
+            say(f"step {step} in the nodes' own directories is not whole: no node has {listed(lost)} in full size")
     return [[*key, table] for key, table in sorted(copies.items(), reverse=True) if all(table.values())]
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from isotron.core.errors import Problem, Refused
+from isotron.core.errors import Problem, Refused, listed
 
 
 class Ranks(Protocol):
@@ -91,6 +91,6 @@ def _joint(reports: list[Any]) -> Refused:
             having.setdefault(tuple(problem), []).append(rank)
     found = []
     for (asked, case, fix), which in having.items():
-        where = "" if len(which) == len(reports) else f" (rank {', '.join(map(str, which))} of {len(reports)})"
+        where = "" if len(which) == len(reports) else f" (rank {listed(which)} of {len(reports)})"
         found.append(Problem(asked, case + where, fix))
     return Refused(found, max(code for problems, code in reports if problems))

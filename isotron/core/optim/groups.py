@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from isotron.core.errors import Problem, Refused
+from isotron.core.errors import Problem, Refused, shortened
 from isotron.core.optim.config import ABSENT, METHODS, OptimConfig
 from isotron.core.optim.mup import rate_factor
 
@@ -103,7 +103,7 @@ def settle(
         rate = said.get("lr_mult", 1.0) * rate_factor(name, shape, width, method, cfg)
         settings[name] = Settings(method, rate, said.get("wd_mult"), bool(frozen))
     if problems:
-        raise Refused(list(dict.fromkeys(problems)))
+        raise Refused(shortened(list(dict.fromkeys(problems))))
     return settings
 
 

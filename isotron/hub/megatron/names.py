@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from isotron.core.errors import refuse
+from isotron.core.errors import listed, refuse
 from isotron.core.models.hf_names import Mapped, Run, interleaved, same
 from isotron.hub.families import spelling_of
 
@@ -64,7 +64,7 @@ def tensors(cfg: Any) -> list[Mapped]:
         else:
             found.append(same(mapped.ours, name, rows))
     if unknown:
-        case = f"Megatron's format has no place here for {len(unknown)} tensors: {', '.join(unknown[:6])}"
+        case = f"Megatron's format has no place here for {len(unknown)} tensors: {listed(unknown)}"
         raise refuse(f"a model of the family {cfg.family} as Megatron's", case, "--to hf or --to isotron")
     return found
 

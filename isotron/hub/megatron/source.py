@@ -11,7 +11,7 @@ from torch import Tensor
 
 from isotron.core.checkpoint.cover import cover_error
 from isotron.core.checkpoint.format import DTYPES
-from isotron.core.errors import Problem, Refused
+from isotron.core.errors import Problem, Refused, listed
 from isotron.core.layout import Box, Ints
 from isotron.hub import folder
 from isotron.hub.files import OpenFiles
@@ -118,12 +118,12 @@ class MegatronSource:
         problems = []
         fix = "a complete copy, written by the run whose arguments it keeps"
         if missing:
-            problems.append(Problem(self.where, f"{len(missing)} tensors are missing: {', '.join(missing)}", fix))
+            problems.append(Problem(self.where, f"{len(missing)} tensors are missing: {listed(missing)}", fix))
         if unknown:
-            case = f"the model has no place for {len(unknown)} tensors: {', '.join(unknown)}"
+            case = f"the model has no place for {len(unknown)} tensors: {listed(unknown)}"
             problems.append(Problem(self.where, case, fix))
         if wrong:
-            problems.append(Problem(self.where, "; ".join(sorted(wrong)), fix))
+            problems.append(Problem(self.where, listed(sorted(wrong), "; "), fix))
         if problems:
             raise Refused(problems)
 
