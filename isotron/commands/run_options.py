@@ -59,6 +59,7 @@ def prepare(words: Sequence[str], extra: Mapping[str, Option], skip: Collection[
     if not found.path and not _may_be_near(loaded):
         place = {"load": ""}
     config = changed(loaded.config, **place)
+    unread = _unread(loaded) if problems else set()
     facts = Facts(own_tokenizer=_own_tokenizer(config, found))
     vocab = 0
     if not {"tokenizer_model", "vocab_file", "merge_file", "tokenizer_type"} & set(skip):
@@ -70,7 +71,6 @@ def prepare(words: Sequence[str], extra: Mapping[str, Option], skip: Collection[
     world = from_environment()
     size = None if world is None else world.size
     devices = device_count(config.train.device)
-    unread = _unread(loaded) if problems else set()
     problems = [*loaded.problems, *problems]
     problems += check(config, size, devices, vocab, {*skip, *loaded.doubtful, *unread}, facts.own_tokenizer)
     if problems:

@@ -21,7 +21,7 @@ from isotron.planner.advice import contradictions, warnings
 from isotron.planner.fit import memory_problem
 from isotron.planner.job import Job
 from isotron.supervise import EXIT_SIGNALLED
-from isotron.train.places import try_out
+from isotron.train.places import keep_apart, try_out
 
 OWN = {
     "build_index": Option(
@@ -58,8 +58,9 @@ def run(words: Sequence[str]) -> int:
     check_memory(prepared.config, world)
     config, directory = with_directories(prepared.config, world)
     config = going_on(config, world is not None and started_again())
+    asked = prepared.config
+    keep_apart(config.checkpoint, "--save" if asked.checkpoint.save else "--run-dir")
     if world is None:
-        asked = prepared.config
         given = {"--run-dir": asked.log.run_dir, "--save": asked.checkpoint.save}
         given = given if any(given.values()) else {"--save": directory}
         given["--local-save"] = asked.checkpoint.local_save

@@ -39,7 +39,7 @@ def find_checkpoint(load: str, save: str, log: Callable[[str], None] = print) ->
     if not load:
         return Found()
     if is_remote(load):
-        fetched = fetch(load, _cache(load), log)
+        fetched = fetch(load, cache_of(load), log)
         if fetched is None:
             case = "there is no complete checkpoint at this address, and a mistyped one must not train from scratch"
             raise refuse(f"--load {load}", case, "--load with the address of a run that has saved")
@@ -74,7 +74,7 @@ def find_checkpoint(load: str, save: str, log: Callable[[str], None] = print) ->
     return Found(str(step), config, manifest.step)
 
 
-def _cache(url: str) -> Path:
+def cache_of(url: str) -> Path:
     """Where checkpoints of an address are kept on this machine."""
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return home / "isotron" / "remote" / hashlib.sha256(url.encode()).hexdigest()[:16]

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from isotron.config.schema import RunConfig
-from isotron.core.checkpoint.locate import steps
 from isotron.core.nn.attention import Causal
 from isotron.core.parallel.deal import sizes_of
 from isotron.core.parallel.model import ParallelModel
@@ -90,16 +89,6 @@ def other_tokenizer_lines(tokenizer: Tokenizer | None, loaded: Path | None) -> l
     other = other_files(stored, tokenizer) if isinstance(stored, dict) else ""
     own = f"the tokenizer is not the one in {loaded}: {other}; that one is --tokenizer-model {path.parent}"
     return [own] if other else []
-
-
-def replaced_lines(saves: Path) -> list[str]:
-    """Of a run that begins anew where an earlier one has saved."""
-    found = steps(saves) if saves.is_dir() else []
-    if not found:
-        return []
-    many = f"{found[0].name} and {len(found) - 1} more" if len(found) > 1 else found[0].name
-    anew = f"this one begins anew (--load {saves} goes on with it) and replaces those steps as it comes to them"
-    return [f"{saves} holds {many} of an earlier run; {anew}"]
 
 
 def longer_lines(before: Sequence[int], after: Sequence[int]) -> list[str]:

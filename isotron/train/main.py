@@ -32,7 +32,7 @@ from isotron.data.masking import masking
 from isotron.launch import World, from_environment, init_distributed, shutdown, stamp
 from isotron.tokenizers.base import Tokenizer
 from isotron.tokenizers.build import build_tokenizer
-from isotron.train.announce import longer_lines, other_tokenizer_lines, replaced_lines, start_lines
+from isotron.train.announce import longer_lines, other_tokenizer_lines, start_lines
 from isotron.train.begin import origin_files
 from isotron.train.console import tell
 from isotron.train.faults import NEVER_SECONDS, PHASE_FACTOR, Deadline, FiniteGuard, StopSignal, Watchdog
@@ -109,7 +109,7 @@ def _prepare(
     before, state.segments = state.segments, extended(state.segments, needed_samples(state))
     for line in longer_lines(before, state.segments):
         say(f"isotron: {line}")
-    for line in [*other_tokenizer_lines(tokenizer, loaded), *(replaced_lines(saves) if loaded is None else ())]:
+    for line in other_tokenizer_lines(tokenizer, loaded):
         say(f"isotron: {line}")
     _take_places(state, directory, saves, world, stack)
     stacks = Stacks(directory / "stacks", world.rank)

@@ -1,7 +1,7 @@
 """The directories that a run writes to: made, tried out and claimed before the first step.
 
 A directory that cannot be written to would be found out by the first save, after hours of training. Two runs that write
-into the same one would remove each other's unfinished saves.
+into the same one would remove each other's unfinished saves, and one after the other its complete ones.
 """
 
 from __future__ import annotations
@@ -14,10 +14,33 @@ from contextlib import ExitStack
 from errno import EACCES, EAGAIN
 from pathlib import Path
 
+from isotron.config.resume import cache_of
+from isotron.core.checkpoint.config import CheckpointConfig
+from isotron.core.checkpoint.locate import steps
 from isotron.core.checkpoint.ranks import Ranks, together
 from isotron.core.errors import Problem, Refused, refuse
 
 SECONDS_TO_END = 10.0  # a run that was just killed may still be ending when the same command starts again
+
+
+def keep_apart(given: CheckpointConfig, option: str) -> None:
+    """Refuses a run that would save over the steps of another one; `option` has named the directory.
+
+    A run may save where it was loaded from, whichever step that was, and where its copies elsewhere come from.
+    """
+    saves, load = given.save, given.load
+    found = steps(Path(saves)) if os.path.isdir(saves) else []
+    own = [Path(saves).resolve(), *([cache_of(given.remote_save).resolve()] if given.remote_save else [])]
+    if not found or (load and not {Path(load).resolve(), Path(load).resolve().parent}.isdisjoint(own)):
+        return
+    holds = f"{found[0].name} and {len(found) - 1} more" if len(found) > 1 else found[0].name
+    other = next(name for n in range(2, 10**6) if not os.path.exists(name := f"{saves}-{n}"))
+    verb = "isotron train " if given.finetune else ""
+    asked = f"{option} {saves}" + (f" --load {load}" if load else "")
+    case = (
+        f"it holds {holds} of an earlier run, and this one does not go on from them: it would replace and remove them"
+    )
+    raise refuse(asked, case, f"{verb}--load {saves} {option} {saves}, to go on with that run, or {option} {other}")
 
 
 def try_out(places: dict[str, Path], inside: str = "") -> None:

@@ -158,3 +158,35 @@ def test_a_run_that_is_cut_off_says_what_it_left(
     assert said in (err := capsys.readouterr().err)
     assert main([*TINY, *shlex.split(err.partition(said)[2].partition(" goes on")[0])]) == 0
     assert "resumed from" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("option", ["--save", "--run-dir"])
+@pytest.mark.parametrize("begins", ["anew", "with another run", "with weights"])
+def test_a_run_does_not_save_over_another_ones_steps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str, begins: str
+) -> None:
+    """Both ways out that are named are taken; nothing of the earlier run is gone."""
+    earlier, other = tmp_path / "run", tmp_path / "other"
+    few = ["--save-interval", "1", "--keep-last", "3"]
+    assert main([*TINY, *few, option, str(earlier)]) == 0
+    assert main([*TINY, "--save", str(other), "--train-iters", "1"]) == 0
+    more = {
+        "anew": [],
+        "with another run": ["--load", str(other)],
+        "with weights": ["--finetune", "--load", str(other)],
+    }
+    words = [*TINY, *more[begins], "--keep-last", "1"]
+    there = {file: file.stat().st_mtime_ns for file in earlier.rglob("*")}
+    capsys.readouterr()
+    assert main([*words, option, str(earlier)]) == 2
+    asked, case, fix = capsys.readouterr().err.splitlines()[-3:]
+    assert asked == f"asked:  {option} {earlier}" + (f" --load {other}" if more[begins] else "")
+    assert "it holds step_00000002 and 1 more of an earlier run" in case
+    assert there == {file: file.stat().st_mtime_ns for file in earlier.rglob("*")}
+    goes_on, _, elsewhere = fix.removeprefix("try:").strip().partition(", to go on with that run, or ")
+    assert main([*words, *elsewhere.split()]) == 0 and elsewhere == f"{option} {earlier}-2"
+    goes_on = goes_on.removeprefix("isotron train ")
+    assert main([*TINY, *few, *goes_on.split(), "--train-iters", "3"]) == 0
+    assert {"step_00000001", "step_00000002", "step_00000003"} <= {path.name for path in earlier.iterdir()}
+    back = ["--load", str(earlier / "step_00000001"), option, str(earlier)]  # from one of its own steps
+    assert main([*TINY, *few, *back]) == 0
