@@ -24,7 +24,6 @@ from isotron.core.optim.config import OptimConfig
 from isotron.core.optim.schedules import ScheduleConfig
 from isotron.core.parallel.model import ParallelModel
 from isotron.core.parallel.plan import Layout
-from isotron.core.precision.scaler import LossScaler
 from isotron.pool import run_ranks
 from isotron.train.step import train_step
 
@@ -66,7 +65,7 @@ def body(layout: Layout, micro: int, threads: int, dtype: str, steps: int) -> li
     for i in range(steps + 1):
         started = time.perf_counter()
         mine = batches(i, micro, layout.dp, mesh.coordinate["dp"])
-        train_step(model, optimizer, LossScaler(1.0, dynamic=False), schedule, mine)
+        train_step(model, optimizer, schedule, mine)
         times.append(time.perf_counter() - started)
     model.wait_weights()
     return times[1:]

@@ -31,7 +31,6 @@ from isotron.core.optim.config import OptimConfig
 from isotron.core.optim.schedules import ScheduleConfig
 from isotron.core.parallel.model import ParallelModel
 from isotron.core.parallel.plan import Layout
-from isotron.core.precision.scaler import LossScaler
 from isotron.train.step import train_step
 
 CONFIG = LlamaConfig(8, 512, 8, 4, ffn_hidden_size=1408, vocab_size=32000, max_position_embeddings=512)
@@ -55,7 +54,7 @@ def ours(dtype: torch.dtype) -> Callable[[int], float]:
     def step(i: int) -> float:
         t = tokens(i)
         batch = Batch(t[:, :-1], t[:, 1:], torch.ones(ROWS, SEQUENCE), positions, torch.arange(ROWS))
-        return train_step(model, optimizer, LossScaler(1.0, dynamic=False), schedule, [batch]).loss
+        return train_step(model, optimizer, schedule, [batch]).loss
 
     return step
 

@@ -32,7 +32,6 @@ from isotron.core.optim.config import OptimConfig
 from isotron.core.optim.schedules import ScheduleConfig
 from isotron.core.parallel.model import ParallelModel
 from isotron.core.parallel.plan import Layout
-from isotron.core.precision.scaler import LossScaler
 from isotron.launch import close_all, run_ranks
 from isotron.train.step import train_step
 
@@ -59,7 +58,7 @@ def own_model(zero: int) -> Step:
     def step(i: int) -> float:
         t = tokens(i)
         batch = Batch(t[:, :-1], t[:, 1:], torch.ones(ROWS, SEQUENCE), positions, torch.arange(ROWS))
-        loss = train_step(model, optimizer, LossScaler(1.0, dynamic=False), schedule, [batch]).loss
+        loss = train_step(model, optimizer, schedule, [batch]).loss
         model.wait_weights()
         return loss
 

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from isotron.core.errors import refuse
+from isotron.core.precision.scaler import LossScaler
 from isotron.train.config import FaultConfig
 from isotron.train.faults import EXIT_FAILED
 from isotron.train.step import StepResult
@@ -43,8 +44,8 @@ class Verdict:
 class Judge:
     """`recent`: losses of applied steps, oldest first; part of what a checkpoint holds, and changed in place.
 
-    `before_update` returns when the weights may change. `scale_can_fall()`: a gradient that overflows is a search for
-    the loss scale and no fault.
+    `before_update` returns when the weights may change. `scaler`: hears of each step once, after the verdict, so that a
+    second run has the scale of the first; as long as its scale can fall, a gradient that overflows is no fault.
     """
 
     def __init__(
@@ -52,10 +53,10 @@ class Judge:
         cfg: FaultConfig,
         recent: list[float],
         before_update: Callable[[], None] = lambda: None,
-        scale_can_fall: Callable[[], bool] = lambda: False,
+        scaler: LossScaler | None = None,
     ) -> None:
         self.cfg, self.recent = cfg, recent
-        self._before_update, self._scale_can_fall = before_update, scale_can_fall
+        self._before_update, self._scaler = before_update, scaler or LossScaler(1.0, dynamic=False)
         self._why = ""
 
     def admits(self, loss: float, norm: float) -> bool:
@@ -70,7 +71,7 @@ class Judge:
         if not math.isfinite(loss):
             return f"the loss is {loss:g}"
         if not math.isfinite(norm):
-            return "" if self._scale_can_fall() else f"the gradient norm is {norm:g}"
+            return "" if self._scaler.can_fall else f"the gradient norm is {norm:g}"
         usual = sum(self.recent) / len(self.recent) if len(self.recent) >= FEWEST else math.inf
         if self.cfg.spike_factor and loss > self.cfg.spike_factor * usual:
             return f"the loss is {loss:g}, {loss / usual:.3g} times the mean of the last {len(self.recent)}"
@@ -90,13 +91,15 @@ class Judge:
                 verdict = Verdict(verdict.why, "persistent" if same else "transient")
             if self._why:
                 self._act(number, result, verdict)
+        if result.overflow or not result.skipped:  # a spike that is left out tells nothing of the scale
+            self._scaler.update(result.overflow)
         if not result.skipped:
             self.recent.append(result.loss)
             del self.recent[:-HISTORY]
         return result, verdict
 
     def _act(self, number: int, result: StepResult, verdict: Verdict) -> None:
-        policy = self.cfg.on_spike if math.isfinite(result.loss + result.grad_norm) else self.cfg.on_nan
+        policy = self.cfg.on_nan if result.overflow else self.cfg.on_spike
         if policy == "rewind":
             raise Rewind(number, verdict.why)
         if policy == "stop":

@@ -177,9 +177,8 @@ def attempts(run: Run, batches: Sequence[Any]) -> Callable[[], StepResult]:
 
     def take() -> StepResult:
         with run.injector.while_computing(state.step + 1, state.model, next(count)):
-            return train_step(
-                state.model, state.optimizer, state.scaler, state.schedule, batches, admits=run.judge.admits
-            )
+            parts = state.model, state.optimizer, state.schedule, batches
+            return train_step(*parts, state.scaler.scale, run.judge.admits)
 
     return take
 

@@ -124,7 +124,7 @@ def _prepare(
     saved = state.step if loaded is not None and loaded.resolve().parent == saves.resolve() else -1
     saver = background(config, apart, stack)
     where = Saves(state, saves, files, metrics, watchdog, saver, saved, next_loss, near=near)
-    judge = Judge(config.faults, state.recent, where.wait_staged, lambda: state.scaler.can_fall)
+    judge = Judge(config.faults, state.recent, where.wait_staged, state.scaler)
     injector = Injector(config.faults.inject, world.rank, directory)
     where.before_write = injector.before_save
 

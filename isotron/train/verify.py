@@ -28,7 +28,6 @@ from isotron.core.optim.schedules import ScheduleConfig
 from isotron.core.parallel.model import ParallelModel
 from isotron.core.parallel.plan import Layout
 from isotron.core.parallel.replicas import unequal_replicas
-from isotron.core.precision.scaler import LossScaler
 from isotron.core.random import key, normal
 from isotron.train.inject import injected
 from isotron.train.step import train_step
@@ -226,7 +225,7 @@ def measure(case: Case) -> Measured:
     with injected(case.inject, model):
         for step in range(case.steps):
             batches = [b.to(model.device) for b in _own(case, step, model)]
-            result = train_step(model, optimizer, LossScaler(1.0, dynamic=False), schedule, batches)
+            result = train_step(model, optimizer, schedule, batches)
             found.losses.append(result.loss)
             found.norms.append(result.grad_norm)
             found.aux.append(dict(result.aux))

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from isotron.core.errors import Refused
+from isotron.core.precision.scaler import LossScaler
 from isotron.train.config import FaultConfig
 from isotron.train.faults import Deadline, StopSignal
 from isotron.train.injector import Fault, Injector
@@ -54,10 +55,39 @@ def test_what_is_suspect(leaves: Any, outcomes: Any, verdict: Verdict | None, ap
 
 
 def test_an_overflow_that_searches_its_scale_is_no_fault() -> None:
-    judge = Judge(FaultConfig(on_nan="stop"), [], scale_can_fall=lambda: True)
+    judge = Judge(FaultConfig(on_nan="stop"), [], scaler=LossScaler(2.0))
     assert judge.step(taking(judge, (2.0, math.inf)), 1) == (StepResult(2.0, math.inf, 0.1, 8, True), None)
     with pytest.raises(Refused):
         judge.step(taking(judge, (NAN, math.inf)), 2)
+
+
+SPIKE = (9.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "clean", "scale"),
+    [
+        ([(2.0, 1.0)], 3, 64.0),
+        ([(2.0, math.inf)], 0, 32.0),
+        ([(NAN, NAN), (NAN, NAN)], 0, 32.0),
+        ([(NAN, 1.0), (2.0, 1.0)], 3, 64.0),
+        ([SPIKE, (2.0, 1.0)], 3, 64.0),
+        ([SPIKE, SPIKE], 2, 64.0),
+        ([SPIKE, (2.0, math.inf)], 0, 32.0),
+    ],
+)
+def test_the_loss_scale_hears_of_a_step_once(outcomes: Any, clean: int, scale: float) -> None:
+    """Also of one that is taken again, which has the scale of the first time; a refused spike is no clean step."""
+    scaler = LossScaler(64.0, window=4, hysteresis=1, clean=2)
+    judge, seen = Judge(FaultConfig(rerun=True, spike_factor=2.0), list(USUAL), scaler=scaler), list[float]()
+    take = taking(judge, *outcomes)
+
+    def under_a_scale() -> StepResult:
+        seen.append(scaler.scale)
+        return take()
+
+    judge.step(under_a_scale, 1)
+    assert (scaler.clean, scaler.scale) == (clean, scale) and seen == [64.0] * len(outcomes)
 
 
 def test_few_losses_are_no_measure_and_old_ones_go() -> None:

@@ -58,7 +58,11 @@ def curve(seed: int, dtype: str = "float32", sums: str = "auto", **optim: Any) -
     model = ParallelModel(MODEL, layout, Mesh(), getattr(torch, dtype), torch.device("cpu"), seed)
     optimizer, scaler = make_optimizer(model, cfg), LossScaler.for_run(dtype, cfg)
     schedule = ScheduleConfig(lr=2e-3, lr_warmup_iters=20, lr_decay_iters=STEPS)
-    losses = [train_step(model, optimizer, scaler, schedule, batches(step)).loss for step in range(STEPS)]
+    losses = []
+    for step in range(STEPS):
+        result = train_step(model, optimizer, schedule, batches(step), scaler.scale)
+        scaler.update(result.overflow)
+        losses.append(result.loss)
     return torch.tensor(losses, dtype=torch.float64)
 
 

@@ -15,7 +15,6 @@ from isotron.core.optim.mup import initial_factor, rate_factor
 from isotron.core.optim.schedules import ScheduleConfig
 from isotron.core.parallel.model import ParallelModel
 from isotron.core.parallel.plan import Layout
-from isotron.core.precision.scaler import LossScaler
 from isotron.train.step import train_step
 from isotron.train.verify import Case, microbatches
 
@@ -34,7 +33,7 @@ def changes(width: int, cfg: OptimConfig) -> dict[str, float]:
     before = seen(model, batches)
     for _ in range(3):
         schedule = ScheduleConfig(lr=4e-3, lr_decay_style="constant", weight_decay=0.0)
-        train_step(model, optimizer, LossScaler(1.0, dynamic=False), schedule, batches)
+        train_step(model, optimizer, schedule, batches)
     return {k: float((v - before[k]).square().mean().sqrt()) for k, v in seen(model, batches).items()}
 
 

@@ -53,7 +53,7 @@ def steps_of(
     results = []
     for step in range(case.steps):
         batches = microbatches(case, 0 if same_data else step, model.mesh.group("dp"))
-        results.append(train_step(model, optimizer, LossScaler(1.0, dynamic=False), schedule, batches))
+        results.append(train_step(model, optimizer, schedule, batches))
         after()
     model.wait_weights()
     return results
@@ -159,9 +159,10 @@ def overflow(case: Case, rank: int) -> list[Any]:
         if step in (1, 2) and model.mesh.rank == rank:
             stage = list(model.stages.values())[-1]
             with _infinite_gradient(stage.flat):
-                result = train_step(model, optimizer, scaler, schedule, batches)
+                result = train_step(model, optimizer, schedule, batches, scaler.scale)
         else:
-            result = train_step(model, optimizer, scaler, schedule, batches)
+            result = train_step(model, optimizer, schedule, batches, scaler.scale)
+        scaler.update(result.overflow)
         model.wait_weights()
         moved = any(not torch.equal(a, s.flat.weights) for a, s in zip(before, model.stages.values(), strict=True))
         seen.append((result.skipped, scaler.scale, moved))

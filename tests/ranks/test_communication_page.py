@@ -22,7 +22,6 @@ from isotron.core.optim.config import OptimConfig
 from isotron.core.optim.schedules import ScheduleConfig
 from isotron.core.parallel.model import ParallelModel
 from isotron.core.parallel.plan import Layout
-from isotron.core.precision.scaler import LossScaler
 from isotron.train.step import train_step
 from isotron.train.verify import Case, microbatches
 from tests.matrix import MODELS
@@ -127,7 +126,7 @@ def traced(case: Case) -> list[Call]:
     for p in patches:
         p.start()
     try:
-        train_step(model, optimizer, LossScaler(1.0, dynamic=False), ScheduleConfig(lr_decay_iters=1), batches)
+        train_step(model, optimizer, ScheduleConfig(lr_decay_iters=1), batches)
     finally:
         for p in patches:
             p.stop()

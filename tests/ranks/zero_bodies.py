@@ -52,7 +52,7 @@ def train(model: ParallelModel, optimizer: Optimizer, case: Case) -> None:
     """The case's steps."""
     for step in range(case.steps):
         batches = microbatches(case, step, model.mesh.group("dp"))
-        train_step(model, optimizer, LossScaler(1.0, dynamic=False), SCHEDULE, batches)
+        train_step(model, optimizer, SCHEDULE, batches)
     model.wait_weights()
 
 

@@ -35,7 +35,6 @@ from isotron.core.parallel import stage as stages
 from isotron.core.parallel.model import ParallelModel
 from isotron.core.parallel.plan import split_layers
 from isotron.core.parallel.split import halves_of, model_costs
-from isotron.core.precision.scaler import LossScaler
 from isotron.train.dryrun.calls import Calls, listening
 from isotron.train.dryrun.echo import COMPUTED, Echo, can_echo
 from isotron.train.dryrun.live import LiveBytes
@@ -210,11 +209,10 @@ def _step(
         real(*args)
         peaks.append(live.peak)
 
-    scaler = LossScaler.for_run(config.train.dtype, config.optim)
     with listening(model.mesh.sizes) as calls, live, patch.object(optimizer, "step", update), ExitStack() as stack:
         if echoes and can_echo(config) and len(batches) > COMPUTED:
             stack.enter_context(Echo(model, live, calls, len(batches)).listening())
-        train_step(model, optimizer, scaler, config.schedule, batches)
+        train_step(model, optimizer, config.schedule, batches)
         model.wait_weights()
     return calls, peaks[0], peaks[1]
 
