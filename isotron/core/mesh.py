@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import partial
 from itertools import product
 from math import prod
@@ -23,6 +24,7 @@ from isotron.core.shared_memory import MOST_RANKS, Line, meet
 
 AXES = ("tp", "cp", "dp", "pp")
 EXPERT_AXES = ("etp", "ep", "edp", "pp")
+UNKNOWN_SECONDS = 600.0  # that a message in memory may take where a group does not say
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,7 @@ class Mesh:
 
     def apart(self) -> Group:
         """All ranks once more, over the CPU's back end: for a thread that communicates beside the main one."""
-        handle = dist.new_group(backend="gloo") if self.size > 1 else None
+        handle = _new_group(None, backend="gloo") if self.size > 1 else None
         return joined(tuple(range(self.size)), self.rank, handle)
 
     def subgroup(self, axis: str, replicas: int) -> Group:
@@ -126,7 +128,7 @@ class Mesh:
             return self.group_of(ranks)
         if 1 < len(ranks) < len(along) and ranks not in self._passed:
             self._passed.add(ranks)
-            dist.new_group([self.rank], use_local_synchronization=True)
+            _new_group([self.rank], use_local_synchronization=True)
         return None
 
     def group_of(self, ranks: Iterable[int]) -> Group:
@@ -145,14 +147,24 @@ class Mesh:
             return None
         if len(ranks) == self.size:
             return dist.group.WORLD
-        return dist.new_group(list(ranks), use_local_synchronization=True)
+        return _new_group(list(ranks), use_local_synchronization=True)
+
+
+def _new_group(ranks: list[int] | None, **how: Any) -> dist.ProcessGroup:
+    """Ranks in a group of their own. What its messages may take is as long as in the default group: torch would take
+    its own default, 10 minutes on GPUs and 30 elsewhere.
+    """
+    made: dist.ProcessGroup = dist.new_group(ranks, timeout=_timeout(dist.group.WORLD), **how)
+    return made
 
 
 def joined(ranks: tuple[int, ...], index: int, handle: dist.ProcessGroup | None) -> Group:
     """A group whose members meet in memory where they can. They all call it: nothing may wait for others later on."""
     line = None
     if handle is not None and len(ranks) <= MOST_RANKS and dist.get_backend(handle) == "gloo":
-        line = meet(index, len(ranks), partial(_exchange, handle, len(ranks)), _timeout(handle))
+        given = _timeout(handle)
+        seconds = UNKNOWN_SECONDS if given is None else given.total_seconds()
+        line = meet(index, len(ranks), partial(_exchange, handle, len(ranks)), seconds)
     return Group(ranks, index, handle, line)
 
 
@@ -164,11 +176,13 @@ def _exchange(handle: dist.ProcessGroup, size: int, card: bytes) -> list[bytes]:
     return [bytes(other.tolist()) for other in every]
 
 
-def _timeout(handle: Any) -> float:
-    """Seconds that a message of the group may take. What holds them is private to torch."""
-    back_end = handle._get_backend(torch.device("cpu")) if hasattr(handle, "_get_backend") else None
-    given = getattr(getattr(back_end, "options", None), "_timeout", None)
-    return float(given.total_seconds()) if given is not None else 600.0
+def _timeout(handle: Any) -> timedelta | None:
+    """How long a message of the group may take; None where its back ends do not agree. What holds it is private to
+    torch.
+    """
+    back_ends = [handle._get_backend(device) for device in getattr(handle, "_device_types", ())]
+    found = {getattr(getattr(back_end, "options", None), "_timeout", None) for back_end in back_ends}
+    return found.pop() if len(found) == 1 else None
 
 
 def _view(axes: Iterable[str]) -> tuple[str, ...]:

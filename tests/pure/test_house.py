@@ -127,6 +127,12 @@ def test_pure_modules_name_no_torch(path):
     assert not [name for name in imports(path) if name == "torch" or name.startswith("torch.")]
 
 
+def test_one_place_makes_process_groups():
+    """The one that gives them the default group's timeout."""
+    made = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8").count("dist.new_group(") for path in FILES}
+    assert {path: count for path, count in made.items() if count} == {"isotron/core/mesh.py": 1}
+
+
 def test_pure_modules_load_without_torch():
     names = [module_name(path) for path in PURE]
     assert "isotron.core.layout" in names and "isotron.core.errors" in names

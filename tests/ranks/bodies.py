@@ -303,3 +303,14 @@ def dropout_masks(case: Case) -> list[tuple[str, int, tuple[int, int], tuple[int
                     mask = layer(torch.ones(2, s, case.model.hidden_size), ids) > 0
                 found.append((layer.name, model.mesh.rank, layer.sequence, layer.heads, mask))
     return found
+
+
+def timeouts() -> set[float | None]:
+    """Seconds that a message may take, over every group that a mesh makes and wherever its ranks meet in memory."""
+    mesh = Mesh(dist.get_rank(), tp=2, cp=2, dp=2, ep=2)
+    first = mesh.places("dp", [0])
+    made = [*mesh.axes.values(), mesh.apart(), *([first] if first is not None else [])]
+    groups = [group for group in made if group.size > 1]
+    assert len({group.handle for group in groups}) > 5 and all(group.line is not None for group in groups)
+    backs = [group.handle._get_backend(torch.device("cpu")) for group in groups]
+    return {back.options._timeout.total_seconds() for back in backs} | {group.line.timeout for group in groups}

@@ -65,3 +65,8 @@ def test_sums_have_the_same_bits_on_every_rank_and_in_memory_as_over_gloo(ranks:
         slots, turns, gloo = (ranks(world, bodies.random_sums, way) for way in ("slots", "turns", "gloo"))
         assert len(set(slots)) == 1 and turns == slots
         assert world > 2 or slots == gloo
+
+
+def test_every_group_waits_as_long_as_the_default_group(ranks: Ranks) -> None:
+    """torch gives a new group 30 minutes (on GPUs 10), whatever the default group has: the watchdog must be first."""
+    assert ranks(8, bodies.timeouts) == [{300.0}] * 8
