@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from isotron.core.checkpoint.background import BackgroundSaver
 from isotron.core.checkpoint.near import Near
-from isotron.core.checkpoint.remote import push
 from isotron.core.errors import Refused
+from isotron.train.copies import Copies
 from isotron.train.faults import Watchdog
 from isotron.train.metrics import Metrics
 from isotron.train.nextloss import Facts, NextLoss
@@ -44,7 +43,11 @@ class Saves:
     near: Near | None = None
     near_step: int = -1
     _near_under_way: bool = False
-    _copying: Future[str] | None = None
+    copies: Copies = field(init=False)
+
+    def __post_init__(self) -> None:
+        first = self.state.ranks.rank == 0
+        self.copies = Copies(self.state.config.checkpoint, first, self.metrics, self.watchdog)
 
     @property
     def current(self) -> bool:
@@ -84,7 +87,7 @@ class Saves:
             self._failed(refusal)  # written again now, and if that fails too the run has failed
         if not self.current:
             self._write()
-        self._end_copy()
+        self.copies.end()
 
     def wait_staged(self) -> None:
         """Return when a save in the background has read weights and optimizer state."""
@@ -141,7 +144,7 @@ class Saves:
         if path is not None:
             with self._told():
                 self.next_loss.saved(step, path, "far")
-            self._copy_away(path)
+            self.copies.begin(path)
         self.metrics.event("saved", step=step, path=str(path))
         self.metrics.say(f"isotron: saved {path}")
 
@@ -149,27 +152,6 @@ class Saves:
         with self._told():
             self.next_loss.saved(step, path, "near")
         self.metrics.event("saved_locally", step=step, path=str(path))
-
-    def _copy_away(self, path: Path) -> None:
-        """Begin to copy the checkpoint to remote storage, on the first rank, one at a time."""
-        given = self.state.config.checkpoint
-        if given.remote_save and self.state.ranks.rank == 0:
-            self._end_copy()
-            once = ThreadPoolExecutor(1, "isotron-copy")
-            self._copying = once.submit(push, path, given.remote_save, given.keep_last, given.keep_every)
-            once.shutdown(wait=False)
-
-    def _end_copy(self) -> None:
-        """Wait for a copy; the local checkpoint counts, so one that failed is reported and no more."""
-        if self._copying is None:
-            return
-        try:
-            with self.watchdog.phase("copy to remote storage"):
-                self.metrics.event("copied", path=self._copying.result())
-        except OSError as error:
-            self.metrics.event("copy_failed", why=str(error))
-            self.metrics.say(f"isotron: a checkpoint could not be copied to remote storage: {error}")
-        self._copying = None
 
     @contextlib.contextmanager
     def _tolerated(self) -> Iterator[None]:

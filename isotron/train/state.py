@@ -16,6 +16,7 @@ import torch
 from isotron.config.schema import RunConfig, to_dict
 from isotron.core import comm
 from isotron.core.checkpoint.background import BackgroundSaver
+from isotron.core.checkpoint.config import CheckpointConfig
 from isotron.core.checkpoint.group import GroupRanks
 from isotron.core.checkpoint.load import Source
 from isotron.core.checkpoint.near import Near, as_tensors
@@ -79,17 +80,20 @@ def saved_tensors(state: TrainState) -> Iterator[Saved]:
 
 def save_state(state: TrainState, directory: Path, files: dict[str, bytes | Path]) -> Path:
     """Save a checkpoint of this step; every rank calls it. Returns its directory."""
-    given = state.config.checkpoint
     tensors, meta = saved_tensors(state), saved_meta(state)
-    last, every = given.keep_last, given.keep_every
+    last, every = _kept(state.config.checkpoint)
     return save_checkpoint(directory, state.step, tensors, meta, state.ranks, last, files, every)
 
 
 def start_save(state: TrainState, directory: Path, files: dict[str, bytes | Path], saver: BackgroundSaver) -> None:
     """Begin to save this step in the background; every rank calls it."""
-    given = state.config.checkpoint
     tensors, meta = list(saved_tensors(state)), saved_meta(state)
-    saver.start(directory, state.step, tensors, meta, given.keep_last, given.keep_every, files)
+    saver.start(directory, state.step, tensors, meta, *_kept(state.config.checkpoint), files)
+
+
+def _kept(given: CheckpointConfig) -> tuple[int, int]:
+    """`keep_last` and `keep_every` of a save; none goes in a run with copies: one may be under way (`Copies`)."""
+    return (0, 0) if given.remote_save else (given.keep_last, given.keep_every)
 
 
 def save_near(

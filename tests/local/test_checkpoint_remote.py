@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -56,11 +57,27 @@ def test_what_is_pushed_comes_back(tmp_path: Path, storage: Any) -> None:
     assert fetch("memory://bucket/none", tmp_path / "cache", print) is None
 
 
-def test_pruning_there_is_as_on_a_disk(tmp_path: Path, storage: Any) -> None:
-    pushed(tmp_path, (2, 3, 4, 5), keep_last=2, keep_every=2)
-    left = {p.rpartition("/")[2] for p in storage.ls("/bucket/run", detail=False)}
-    assert left == {"latest", "step_00000002", "step_00000004", "step_00000005"}
-    assert storage.cat_file("/bucket/run/latest") == b"step_00000005\n"
+def names(storage: Any) -> set[str]:
+    return {p.rpartition("/")[2] for p in storage.ls("/bucket/run", detail=False)}
+
+
+@pytest.mark.parametrize(
+    ("steps", "keep", "left"),
+    [
+        ((2, 3, 4, 5), {"keep_last": 2, "keep_every": 2}, {2, 3, 4, 5}),
+        ((2, 3, 4, 5), {"keep_last": 1, "keep_every": 4}, {4, 5}),
+        ((2, 3), {"keep_last": 1}, {3}),
+        ((2, 3), {}, {2, 3}),
+        ((2, 7, 3), {"keep_last": 2}, {7, 3}),  # a run that went back
+    ],
+)
+def test_pruning_there_is_as_on_a_disk(tmp_path: Path, storage: Any, steps: Any, keep: Any, left: set[int]) -> None:
+    pushed(tmp_path, steps, **keep)
+    for step in steps:
+        save_one(tmp_path / "disk", step, {"w": values((8, 3))}, **keep)
+    assert names(storage) == {p.name for p in (tmp_path / "disk").iterdir()}
+    assert names(storage) == {"latest", *(f"step_{n:08d}" for n in left)}
+    assert storage.cat_file("/bucket/run/latest") == (tmp_path / "disk" / "latest").read_bytes()
 
 
 def test_a_torn_copy_is_never_taken(tmp_path: Path, storage: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,12 +91,14 @@ def test_a_torn_copy_is_never_taken(tmp_path: Path, storage: Any, monkeypatch: p
         put(self, source, target, **rest)
 
     monkeypatch.setattr(type(storage), "put_file", failing)
-    with pytest.raises(OSError, match="connection was lost"):
-        pushed(tmp_path, (2,))
+    for step in (2, 9):
+        with pytest.raises(Refused, match="connection was lost"):
+            pushed(tmp_path, (step,))
     monkeypatch.undo()
     found = fetch(URL, tmp_path / "cache", said.append)
     assert found is not None and same(load_all(found), saved[1]) and not said
-    pushed(tmp_path, (3,))
+    pushed(tmp_path, (3,))  # what was cut off before it is gone; another one may still be on its way
+    assert names(storage) == {"latest", "step_00000001", "step_00000003", "step_00000009"}
     name = "/bucket/run/step_00000003/rank_00000.safetensors"
     data = bytearray(storage.cat_file(name))
     data[-1] ^= 1
@@ -89,6 +108,72 @@ def test_a_torn_copy_is_never_taken(tmp_path: Path, storage: Any, monkeypatch: p
     storage.rm("/bucket/run/step_00000001", recursive=True)
     with pytest.raises(Refused, match="expected SHA-256"):
         fetch(URL, tmp_path / "cache", said.append)
+
+
+class HttpError(Exception):
+    """As storage clients have them: no OSError."""
+
+
+def failing(*_: Any, **__: Any) -> Any:
+    raise HttpError("503 from the storage")
+
+
+@pytest.mark.parametrize("call", ["exists", "ls", "info", "makedirs", "put_file", "pipe_file", "rm", "get_file"])
+def test_a_storage_fails_in_three_lines_whatever_its_errors_are(
+    tmp_path: Path, storage: Any, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    pushed(tmp_path, (1,))
+    monkeypatch.setattr(type(storage), call, failing)
+    met = 0
+    for use in (
+        lambda: pushed(tmp_path, (2,), keep_last=1),
+        lambda: fetch(URL, tmp_path / "cache", print),
+        lambda: try_remote(URL),
+    ):
+        try:
+            use()
+        except Refused as refusal:
+            met += 1
+            assert "HttpError: 503 from the storage" in str(refusal)
+    assert met
+
+
+@pytest.mark.parametrize("words", [[], ["--async-save"]], ids=["waits", "in the background"])
+def test_a_copy_that_fails_is_reported_and_no_more(
+    tmp_path: Path, storage: Any, monkeypatch: pytest.MonkeyPatch, words: list[str]
+) -> None:
+    put, tries = type(storage).put_file, iter(range(99))
+    monkeypatch.setattr(type(storage), "put_file", lambda *a: failing() if next(tries) == 0 else put(*a))
+    assert (
+        cli.main([*training(URL), "--train-iters", "2", "--save-interval", "1", "--save", str(tmp_path), *words]) == 0
+    )
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    (why,) = [line["why"] for line in lines if line.get("event") == "copy_failed"]
+    assert why == "the storage says: HttpError: 503 from the storage"
+    assert names(storage) == {"latest", "step_00000002"}
+
+
+@pytest.mark.parametrize("words", [[], ["--async-save"]], ids=["waits", "in the background"])
+def test_a_step_that_is_being_copied_stays(
+    tmp_path: Path, storage: Any, monkeypatch: pytest.MonkeyPatch, words: list[str]
+) -> None:
+    """Each copy goes on until the next step has been saved, of which one is kept."""
+    put = type(storage).put_file
+
+    def slow(self: Any, source: str, target: str) -> None:
+        step, end = int(Path(source).parent.name[5:]), time.monotonic() + 20
+        while step < 3 and not (tmp_path / f"step_{step + 1:08d}").exists():
+            assert time.monotonic() < end
+            time.sleep(0.001)
+        put(self, source, target)
+
+    monkeypatch.setattr(type(storage), "put_file", slow)
+    given = ["--train-iters", "3", "--save-interval", "1", "--keep-last", "1", "--save", str(tmp_path), *words]
+    assert cli.main([*training(URL), *given]) == 0
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["path"][-1] for line in lines if line.get("event") == "copied"] == ["1", "2", "3"]
+    assert [p.name for p in tmp_path.glob("step_*")] == ["step_00000003"]
+    assert names(storage) == {"latest", "step_00000003"}
 
 
 def test_a_place_is_tried_before_it_is_needed(tmp_path: Path, storage: Any) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 from isotron.core.checkpoint.disk import sync_directory, write_blocks
@@ -69,13 +70,18 @@ def prune(run: Path, current: Path, keep_last: int, keep_every: int = 0) -> None
     Damaged steps neither count nor go: somebody may want to look at them. A step is renamed before it is removed, so
     that a half-removed one is never taken for a damaged checkpoint.
     """
-    if keep_last < 1:
-        return
-    others = [s for s in steps(run) if s != current and not _stays(s.name, keep_every) and is_complete(s)]
-    for step in reversed(others[keep_last - 1 :]):
-        doomed = temporary(run, step.name)
-        os.replace(step, doomed)
+    others = [s.name for s in steps(run) if s != current]
+    for name in reversed(superseded(others, keep_last, keep_every, lambda name: is_complete(run / name))):
+        doomed = temporary(run, name)
+        os.replace(run / name, doomed)
         _remove(doomed)
+
+
+def superseded(others: list[str], keep_last: int, keep_every: int, complete: Callable[[str], bool]) -> list[str]:
+    """The rule of `prune`, wherever steps lie: which of those beside the current one go; both newest first."""
+    if keep_last < 1:
+        return []
+    return [name for name in others if not _stays(name, keep_every) and complete(name)][keep_last - 1 :]
 
 
 def _stays(name: str, keep_every: int) -> bool:

@@ -3,10 +3,13 @@
 Any address that fsspec understands: `s3://bucket/run`, `gs://..`, `memory://run`; each needs its own package. There the
 order is the same as on a disk: data files first, then the manifest, and the pointer last, so a step without a manifest
 is not complete and is never taken. What was fetched is verified by its hashes before it gets its name.
+
+Every storage has errors of its own, which leave this room as a Refused.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import tempfile
@@ -16,6 +19,7 @@ from typing import Any
 
 from isotron.core.checkpoint.format import MANIFEST, read_manifest
 from isotron.core.checkpoint.locate import LATEST, STEP, verify_files
+from isotron.core.checkpoint.publish import superseded
 from isotron.core.errors import Problem, Refused, refuse
 
 # there an object needs no directory, and making one would make the bucket of a mistyped address
@@ -33,9 +37,10 @@ def _opened(url: str) -> tuple[Any, str]:
         import fsspec
 
         system, root = fsspec.core.url_to_fs(url, use_listings_cache=False)
-    except (ImportError, ValueError) as error:
-        fix = "a local path, or the package that the message names (for s3: pip install s3fs)"
-        raise refuse(f"checkpoints at {url}", f"this address cannot be opened: {error}", fix) from error
+    except Exception as error:
+        fix = "a local path, or the package or account that the message names (for s3: pip install s3fs)"
+        case = f"this address cannot be opened: {type(error).__name__}: {error}"
+        raise refuse(f"checkpoints at {url}", case, fix) from error
     return system, str(root).rstrip("/")
 
 
@@ -56,7 +61,7 @@ def try_remote(url: str) -> None:
         _make_room(system, root)
         system.pipe_file(name, b"0")
         system.rm(name)
-    except Exception as error:  # every storage has errors of its own
+    except Exception as error:
         case = f"nothing can be written there: {type(error).__name__}: {error}"
         raise refuse(f"--remote-save {url}", case, "an address that this user may write to, or leave it out") from error
 
@@ -64,12 +69,36 @@ def try_remote(url: str) -> None:
 def push(step_dir: Path, url: str, keep_last: int = 0, keep_every: int = 0) -> str:
     """Copy a complete step to `url`, point `latest` at it, and prune there as on the disk; its address.
 
-    Raises OSError where the storage fails; what was there before stays.
+    Older steps whose copy was cut off go too. Refused where the storage fails; what was there before stays.
     """
     system, root = _opened(url)
     target = f"{root}/{step_dir.name}"
+    with _stored(f"copy {step_dir.name} to {url}"):
+        _copy(system, step_dir, target)
+        system.pipe_file(f"{root}/{LATEST}", f"{step_dir.name}\n".encode())
+        others = [name for name in _steps(system, root) if name != step_dir.name]
+        whole = {name for name in others if _is_whole(system, f"{root}/{name}")}
+        torn = [name for name in others if name not in whole and _number(name) < _number(step_dir.name)]
+        for name in [*torn, *superseded(others, keep_last, keep_every, whole.__contains__)]:
+            _remove(system, f"{root}/{name}")
+    return target
+
+
+@contextlib.contextmanager
+def _stored(asked: str) -> Iterator[None]:
+    try:
+        yield
+    except Refused:
+        raise
+    except Exception as error:
+        case = f"the storage says: {type(error).__name__}: {error}"
+        raise refuse(asked, case, "try again, or use a local directory", exit_code=1) from error
+
+
+def _copy(system: Any, step_dir: Path, target: str) -> None:
+    """The files of a step, its manifest last; each is there in full size."""
     if system.exists(target):
-        system.rm(target, recursive=True)
+        _remove(system, target)
     for name in [*sorted(read_manifest(step_dir).files), MANIFEST]:
         file = step_dir / name
         _make_room(system, f"{target}/{name}".rpartition("/")[0])
@@ -77,13 +106,12 @@ def push(step_dir: Path, url: str, keep_last: int = 0, keep_every: int = 0) -> s
         size = system.info(f"{target}/{name}")["size"]
         if size != file.stat().st_size:
             raise OSError(f"{target}/{name} has {size} bytes after the copy, {file.stat().st_size} were sent")
-    system.pipe_file(f"{root}/{LATEST}", f"{step_dir.name}\n".encode())
-    others = [n for n in _complete(system, root) if n != step_dir.name]
-    for name in others[max(0, keep_last - 1) :] if keep_last else []:
-        if not keep_every or int(name[5:]) % keep_every:
-            system.rm(f"{root}/{name}/{MANIFEST}")  # first: a half-removed step is not complete
-            system.rm(f"{root}/{name}", recursive=True)
-    return target
+
+
+def _remove(system: Any, step: str) -> None:
+    if _is_whole(system, step):
+        system.rm(f"{step}/{MANIFEST}")  # first: a half-removed step is not complete
+    system.rm(step, recursive=True)
 
 
 def fetch(url: str, cache: Path, log: Callable[[str], None]) -> Path | None:
@@ -96,14 +124,17 @@ def fetch(url: str, cache: Path, log: Callable[[str], None]) -> Path | None:
     damage: list[Problem] = []
     passed: list[str] = []  # said where another is found: a refusal says it itself
     named = [last] if STEP.fullmatch(last) else []
-    for name in named or list(_complete(system, root)):
-        home = root.rpartition("/")[0] if named else root
+    asked = f"fetch a checkpoint from {url}"
+    with _stored(asked):
+        complete = named or [name for name in _steps(system, root) if _is_whole(system, f"{root}/{name}")]
+    home = root.rpartition("/")[0] if named else root
+    for name in complete:
         try:
-            found = _fetched(system, f"{home}/{name}", cache / name)
-        except (Refused, OSError) as error:
-            problems = error.problems if isinstance(error, Refused) else (_failed(url, error),)
-            damage += problems
-            passed.append(f"checkpoint {url}/{name} is not whole, looking for another: {problems[0].case}")
+            with _stored(asked):
+                found = _fetched(system, f"{home}/{name}", cache / name)
+        except Refused as refusal:
+            damage += refusal.problems
+            passed.append(f"checkpoint {url}/{name} is not whole, looking for another: {refusal.problems[0].case}")
             continue
         for line in passed:
             log(line)
@@ -113,16 +144,20 @@ def fetch(url: str, cache: Path, log: Callable[[str], None]) -> Path | None:
     return None
 
 
-def _failed(url: str, error: OSError) -> Problem:
-    return Problem(f"fetch a checkpoint from {url}", f"the storage says: {error}", "try again, or load a local copy")
+def _steps(system: Any, root: str) -> list[str]:
+    """Names of the steps there, newest first, whole or not."""
+    entries = system.ls(root, detail=False) if system.exists(root) else []
+    names = {str(entry).rstrip("/").rpartition("/")[2] for entry in entries}
+    return sorted((name for name in names if STEP.fullmatch(name)), key=_number, reverse=True)
 
 
-def _complete(system: Any, root: str) -> Iterator[str]:
-    """Names of the steps with a manifest, newest first."""
-    if system.exists(root):
-        names = {str(entry).rstrip("/").rpartition("/")[2] for entry in system.ls(root, detail=False)}
-        steps = sorted((n for n in names if STEP.fullmatch(n)), key=lambda n: int(n[5:]), reverse=True)
-        yield from (n for n in steps if system.exists(f"{root}/{n}/{MANIFEST}"))
+def _number(name: str) -> int:
+    return int(name.removeprefix("step_"))
+
+
+def _is_whole(system: Any, step: str) -> bool:
+    """Whether the step has a manifest, which is the last that is copied and the first that is removed."""
+    return bool(system.exists(f"{step}/{MANIFEST}"))
 
 
 def _fetched(system: Any, source: str, target: Path) -> Path:
