@@ -5,9 +5,10 @@ four. Here every pair of ranks has a stream (a Unix socket), and every rank has 
 small message goes into the streams; a large one is copied into a slot, and the streams say so. Nobody polls, and a rank
 that has died is seen at once, since its streams end.
 
-Everything that is posted on a line comes in the same order on all its ranks, so a message needs no name. There is no
-room for a large one while this rank itself has not read what the slot holds; else a post waits at most for others to
-read what this rank has read. What is larger than a slot goes in turns, as many under way as there are slots.
+Everything that is posted on a line comes in the same order on all its ranks, so a message needs no name. It begins with
+its size, and who gets another than it expects says that the ranks have come apart. There is no room for a large one
+while this rank itself has not read what the slot holds; else a post waits at most for others to read what this rank has
+read. What is larger than a slot goes in turns, as many under way as there are slots.
 
 Only Linux has what this needs (memory without a file, sockets without one); `ISOTRON_SHM_DISABLE=1` turns it off.
 """
@@ -37,6 +38,7 @@ FRONT = mmap.PAGESIZE  # before the slots: how many large messages this rank has
 OFF = "ISOTRON_SHM_DISABLE"
 TURN_SECONDS = 0.0002  # between two looks whether a slot has been read
 LOOK_SECONDS = 600.0  # a timeout may be of years, and a wait of the system not
+HEADER = 8  # bytes before every message: how many it has for the one who gets it
 TOKEN = b"!"
 READ_BYTES = 1 << 18
 
@@ -151,14 +153,14 @@ class Line:
         parts = [size // self.size for size in sizes] if rows else sizes
         if max(sizes) > INLINE:
             post = Post(self, parts, self._write(x), x, self.index * parts[self.index] if rows else 0)
-            for i in self._streams:
-                self._send(i, TOKEN)
+            said: list[bytes | memoryview] = [b""] * self.size
         else:
             data = x.detach().reshape(-1).view(torch.uint8).clone()  # numpy() takes a storage's right to be resized
             each = list(data.view(self.size, -1)) if rows else [data] * self.size
             post = Post(self, parts, None, each[self.index])
-            for i in self._streams:
-                self._send(i, each[i].numpy().data)
+            said = [part.numpy().data for part in each]
+        for i in self._streams:
+            self._send(i, b"".join((parts[self.index].to_bytes(HEADER, "little"), said[i])))
         self._under_way.append(post)
         return post
 
@@ -179,7 +181,7 @@ class Line:
         """A rank that has not read the large message `number`. Each count is looked at once: it may grow meanwhile."""
         return next((i for i in self._streams if self._counts[i][0] <= number), None)
 
-    def _send(self, to: int, data: bytes | memoryview) -> None:
+    def _send(self, to: int, data: bytes) -> None:
         rest, until = memoryview(data), time.monotonic() + self.timeout
         while len(rest):
             try:
@@ -196,7 +198,8 @@ class Line:
         """Take messages in their order up to this one; without a deadline only what is here already."""
         while post in self._under_way:
             first = self._under_way[0]
-            need = [len(TOKEN)] * self.size if first.number is not None else first.sizes
+            self._compare(first.sizes)
+            need = [HEADER] * self.size if first.number is not None else [HEADER + size for size in first.sizes]
             missing = [i for i, inbox in self._inbox.items() if len(inbox) < need[i]]
             if not missing:
                 self._take(first, need)
@@ -209,9 +212,17 @@ class Line:
                     self._check(i, until, "nothing came")
         return True
 
+    def _compare(self, sizes: Sequence[int]) -> None:
+        """The next message of every rank is of the size that is expected, as far as they are here."""
+        for i, inbox in self._inbox.items():
+            size = int.from_bytes(inbox[:HEADER], "little")
+            if len(inbox) >= HEADER and size != sizes[i]:
+                apart = f"rank {i} of {self.size} sent {size} bytes where this rank expects {sizes[i]}"
+                raise RuntimeError(f"ranks have come apart: {apart}; one of them does something that others do not")
+
     def _take(self, post: Post, need: Sequence[int]) -> None:
         for i, inbox in self._inbox.items():
-            data = inbox[: need[i]]
+            data = inbox[HEADER : need[i]]
             del inbox[: need[i]]
             if post.number is None:
                 post.parts_here[i] = (

@@ -273,3 +273,15 @@ def test_nothing_is_left_open() -> None:
     gc.collect()
     assert len(list(Path("/proc/self/fd").iterdir())) == before
     assert "memfd:isotron" not in Path("/proc/self/maps").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(("one", "other"), [(SMALL, SMALL + 1), (SMALL, LARGE), (LARGE, LARGE + 1), (0, SMALL)])
+def test_ranks_that_have_come_apart_say_so(one: int, other: int) -> None:
+    def body(line: shm.Line) -> str:
+        with pytest.raises(RuntimeError, match="come apart") as told:
+            line.post(numbers(line, other if line.index else one, 0)).wait()
+        return str(told.value)
+
+    said = together(2, body)
+    assert f"sent {other * 8} bytes where this rank expects {one * 8}" in said[0]
+    assert f"sent {one * 8} bytes where this rank expects {other * 8}" in said[1]

@@ -22,6 +22,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 
+from isotron.core.engine.order import Turns
 from isotron.core.engine.values import First, Initialiser, Source, own_values, put_on, values_of
 from isotron.core.errors import refuse
 from isotron.core.layout import Placed, Rule
@@ -30,7 +31,7 @@ from isotron.core.mesh import Mesh
 from isotron.core.optim.clip import clip_factor, global_norm
 from isotron.core.parallel.buckets import DENSE, Classes
 from isotron.core.parallel.data import Flat, Partial, View
-from isotron.core.parallel.shards import Sharding, sharing
+from isotron.core.parallel.shards import Bucket, Sharding, sharing
 from isotron.core.parallel.units import Unit, Units
 
 ROOT = ""
@@ -102,8 +103,12 @@ class Sharded:
         classes = Classes(frozenset(), stage == 3, False, frozen, unit_of=self._unit_of.__getitem__)
         plan = Sharding(stage, {DENSE: group}, bucket_size, classes, overlap, reduce_dtype, hosted, sums, files)
         self.flats = [self._flat(found, plan) for found in _by_dtype(named)]
+        at_ends = {n for n in named if stage == 3 and self._unit_of[n] == ROOT}  # complete when a backward is over
+        places = {n: i - len(named) * (n in at_ends) for i, n in enumerate(named)}
+        self._turns = Turns(self.flats, places, dp, next(iter(named.values())).device)
         self._steps = [] if optimizer is None else _into_optimizer(optimizer, named, self.views())
         self._begun = self._finished = self._called_back = False
+        self._ended = set[str]()  # units whose gradients this backward has formed
         for name, p in named.items():
             if p.requires_grad:
                 p.register_post_accumulate_grad_hook(self._take_gradient(name))
@@ -156,10 +161,23 @@ class Sharded:
                     tensor.register_hook(lambda _g: self._begin_backward(name, unit))
 
     def _begin_backward(self, name: str, unit: Unit) -> None:
+        self._begin()
         self._call_back()
         self._owed[name] = set(self._trained[name])
         if self.units is not None:
+            self._end_units_behind(name, self.units)
             self.units.begin_backward(unit)
+
+    def _end_units_behind(self, name: str, units: Units) -> None:
+        """The backward has come to a unit: those behind it are complete. So all ranks sum and gather in one order,
+        though one of them may leave out a part of a unit.
+        """
+        names = [n for n in units.units if n != ROOT]
+        for behind in reversed(names[names.index(name) + 1 :]):
+            if behind not in self._ended:
+                self._ended.add(behind)
+                for bucket in units.units[behind].buckets:
+                    self._turns.complete(bucket)
 
     @contextmanager
     def gathered(self) -> Iterator[nn.Module]:
@@ -189,8 +207,9 @@ class Sharded:
     def _begin(self) -> None:
         if not self._begun:
             self._begun, self._finished = True, False
+            self._turns.begin()
             for flat in self.flats:
-                flat.begin(at_once=True)
+                flat.begin(self._turns.complete if self.units is None else _by_units)
 
     def last_backward(self) -> None:
         """The next backward is the last of the step: what it completes is reduced while it goes on."""
@@ -225,10 +244,8 @@ class Sharded:
         self._called_back = False
         if self.units is not None:
             self.units.settle()
-        for flat in self.flats:
-            for bucket in flat.buckets:
-                if bucket.is_open:
-                    flat.start_reduce(last=False)
+        self._ended.clear()
+        self._turns.end_backward(always=self.units is not None)
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -237,6 +254,7 @@ class Sharded:
             return
         self._begin()
         self._finished = True
+        self._turns.finish()
         for flat in self.flats:
             flat.finish_reduce()
         for p, view in self._steps:
@@ -266,13 +284,19 @@ class Sharded:
         self.zero_grad()
 
     def zero_grad(self) -> None:
-        """Forget gradients; a step does so too."""
+        """Forget gradients; a step does so too. Sums that have begun are brought to their end, on all ranks."""
+        if self._begun:
+            self.finish()
         self._begun = False
         for p, _ in self._steps:
             p.grad = None
 
 
 _NOTHING = torch.empty(0)
+
+
+def _by_units(bucket: Bucket) -> None:
+    """A bucket is complete here; under ZeRO-3 units say what is summed."""
 
 
 def _lists(module: nn.Module) -> tuple[str, ...]:

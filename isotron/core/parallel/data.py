@@ -112,7 +112,7 @@ class Flat:
             self._adopt(self.buckets[-1])  # one at a time: until then the memory of the whole bucket is there
         self._bucket_of_sink = {id(s): b for b in self.buckets for s in b.sinks}
         self._flying: deque[comm.Pending] = deque()
-        self._at_once = False
+        self._complete: Callable[[Bucket], None] = self.start
         with torch.no_grad():
             for view in self.held():
                 fill(view.placed, view.box, view.weight.view(view.box.shape))
@@ -176,15 +176,15 @@ class Flat:
 
     # ---- gradients -------------------------------------------------------------------------------------------------
 
-    def begin(self, at_once: bool = False) -> None:
-        """A new step: nothing has been accumulated. `at_once`: nobody says when gradients are reduced that are not kept
-        whole (ZeRO-2 and 3), so each bucket is when it is full.
+    def begin(self, complete: Callable[[Bucket], None] | None = None) -> None:
+        """A new step: nothing has been accumulated. `complete`: nobody says when gradients are reduced that are not
+        kept whole (ZeRO-2 and 3), so this is called with each bucket when it is complete, and calls `start`.
         """
-        self._at_once = at_once
+        self._complete = complete or self.start
         for bucket in self.buckets:
             bucket.begin()
             self._unwatch(bucket)
-            if bucket.streams and at_once:
+            if bucket.streams and complete:
                 self._watch(bucket)
 
     def watch(self, last: bool) -> None:
@@ -208,14 +208,14 @@ class Flat:
         if left:
             bucket.waiting[id(sink)] = left
         if not bucket.waiting and (bucket.is_open or not bucket.streams):
-            self._start(bucket)
+            self._complete(bucket)
 
     def start_reduce(self, last: bool) -> None:
         """A REDUCE of the table: start what has not started and need not wait for the end of the step."""
         for bucket in self.buckets:
             due = bucket.is_open if bucket.streams else last and bucket.reducing is None and not bucket.span.kind.tied
             if bucket.trained and due:
-                self._start(bucket)
+                self.start(bucket)
             elif bucket.streams:
                 self._unwatch(bucket)
 
@@ -224,7 +224,8 @@ class Flat:
         for sink in bucket.sinks:
             sink.on_write = None
 
-    def _start(self, bucket: Bucket) -> None:
+    def start(self, bucket: Bucket) -> None:
+        """Start to sum what a bucket has over the ranks; nothing counts as zero."""
         pending = bucket.reduce()
         self._unwatch(bucket)
         if not bucket.streams:
@@ -234,7 +235,7 @@ class Flat:
             return
         self._flying.append(pending)
         self._land(1 if self.plan.overlap else 0)
-        if self._at_once:
+        if self._complete != self.start:
             self._watch(bucket)
 
     def _land(self, left: int) -> None:
@@ -250,7 +251,7 @@ class Flat:
         trained = [b for b in self.buckets if b.trained]
         for bucket in trained:
             if bucket.is_open or (not bucket.streams and bucket.reducing is None):
-                self._start(bucket)
+                self.start(bucket)
         self._land(0)
         for pending in [bucket.finish() for bucket in trained]:
             if pending is not None:
