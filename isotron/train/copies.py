@@ -7,15 +7,12 @@ the save interval, each step would be gone before its copy is complete.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from isotron.core.checkpoint.config import CheckpointConfig
 from isotron.core.checkpoint.publish import prune
 from isotron.core.checkpoint.remote import push
-from isotron.core.errors import Refused
 from isotron.train.faults import Watchdog
 from isotron.train.metrics import Metrics
 
@@ -34,7 +31,7 @@ class Copies:
             return
         self.end()
         keep = self._given.keep_last, self._given.keep_every
-        with self._reported("prune_failed", "older checkpoints could not be removed"):
+        with self._metrics.forgiving("prune_failed", "older checkpoints could not be removed"):
             prune(step.parent, step, *keep)
         once = ThreadPoolExecutor(1, "isotron-copy")
         self._copying = once.submit(push, step, self._given.remote_save, *keep)
@@ -45,15 +42,6 @@ class Copies:
         copying, self._copying = self._copying, None
         if copying is None:
             return
-        reported = self._reported("copy_failed", "copying a checkpoint to remote storage failed")
-        with reported, self._watchdog.phase("copy to remote storage"):
+        forgiving = self._metrics.forgiving("copy_failed", "copying a checkpoint to remote storage failed")
+        with forgiving, self._watchdog.phase("copy to remote storage"):
             self._metrics.event("copied", path=copying.result())
-
-    @contextlib.contextmanager
-    def _reported(self, event: str, what: str) -> Iterator[None]:
-        try:
-            yield
-        except (Refused, OSError) as error:
-            why = "; ".join(p.case for p in error.problems) if isinstance(error, Refused) else str(error)
-            self._metrics.event(event, why=why)
-            self._metrics.say(f"isotron: {what}: {why}")

@@ -6,7 +6,6 @@ take together.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +15,7 @@ from typing import Any, Protocol
 
 from isotron.core import device as devices
 from isotron.core.checkpoint.locate import find_together
-from isotron.core.errors import Refused, listed, refuse
+from isotron.core.errors import listed, refuse
 from isotron.core.parallel.replicas import unequal_replicas
 from isotron.data.batches import Prefetcher, microbatches
 from isotron.train.faults import EXIT_FAILED, EXIT_OK, EXIT_SIGNALLED, Deadline, FiniteGuard, StopSignal, Watchdog
@@ -109,7 +108,7 @@ def train_on(run: Run) -> int:
     if state.step >= cfg.train.train_iters:
         run.metrics.say(f"isotron: already at step {state.step} of {cfg.train.train_iters}; raise --train-iters")
     remaining = steps(cfg.train, state.consumed_samples, cfg.train.train_iters - state.step)
-    tracer = StepTracer(state.model, cfg.log.trace, Path(cfg.log.run_dir or run.saves.directory))
+    tracer = StepTracer(state.model, cfg.log.trace, Path(cfg.log.run_dir or run.saves.far.directory))
     with Prefetcher((start, size, run.batches(run.train_data, start, size)) for start, size in remaining) as feed:
         for start, size, batches in feed:
             run.data_wait = feed.waited
@@ -186,9 +185,8 @@ def attempts(run: Run, batches: Sequence[Any]) -> Callable[[], StepResult]:
 def go_back(run: Run, rewind: Rewind) -> None:
     """To the last checkpoint, and on from there behind the data of the step that was no good."""
     state, end = run.state, run.end_of_step
-    with contextlib.suppress(Refused):  # a save that failed is no place to go back to
-        run.saves.settle()
-    found = find_together(str(run.saves.directory), state.ranks, run.metrics.say)
+    run.saves.settle(again=True)  # a save that failed is no place to go back to
+    found = find_together(str(run.saves.far.directory), state.ranks, run.metrics.say)
     rewinds = state.rewinds + 1
     if found is None or rewinds > MAX_REWINDS:
         case = f"{rewind}; " + ("nothing has been saved yet" if found is None else f"{MAX_REWINDS} times before too")
@@ -200,10 +198,8 @@ def go_back(run: Run, rewind: Rewind) -> None:
         state.rewinds, state.consumed_samples = rewinds, end
         run.judge.recent = state.recent
         run.train_data, run.valid_data = run.rebuild()
-        if run.saves.near is not None:
-            run.saves.near.forget(state.step)
+        run.saves.gone_back()
     run.guard.consecutive = 0
-    run.saves.step = -1
     run.metrics.rewind(state.step)
     run.metrics.event("rewound", why=str(rewind), left_out=left_out)
     run.metrics.say(f"isotron: {rewind}: back to step {state.step}, without samples {left_out[0]} to {left_out[1]}")

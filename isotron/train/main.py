@@ -35,13 +35,14 @@ from isotron.tokenizers.build import build_tokenizer
 from isotron.train.announce import longer_lines, other_tokenizer_lines, start_lines
 from isotron.train.begin import origin_files
 from isotron.train.console import tell
+from isotron.train.copies import Copies
+from isotron.train.destinations import NodeDirectories, RunDirectory
 from isotron.train.faults import NEVER_SECONDS, PHASE_FACTOR, Deadline, FiniteGuard, StopSignal, Watchdog
 from isotron.train.feed import end_of
 from isotron.train.injector import Injector
 from isotron.train.judge import Judge
 from isotron.train.loop import Measured, Run, train
 from isotron.train.metrics import FILE, Metrics
-from isotron.train.nextloss import NextLoss
 from isotron.train.places import claim
 from isotron.train.resume import first_loss, nearby, resume
 from isotron.train.saving import Saves
@@ -119,14 +120,14 @@ def _prepare(
     files = {**tokenizer_files(tokenizer, scratch), **origin_files(loaded, scratch)}
     metrics = _metrics(state, directory, world, device, stack)
     say(f"isotron: metrics in {directory / FILE}")
-    leads = {"far": world.rank == 0, "near": near is not None and near.leads}
-    next_loss = NextLoss(leads, first_loss(state, loaded), config.train.dtype)
-    saved = state.step if loaded is not None and loaded.resolve().parent == saves.resolve() else -1
-    saver = background(config, apart, stack)
-    where = Saves(state, saves, files, metrics, watchdog, saver, saved, next_loss, near=near)
-    judge = Judge(config.faults, state.recent, where.wait_staged, state.scaler)
     injector = Injector(config.faults.inject, world.rank, directory)
-    where.before_write = injector.before_save
+    copies = Copies(config.checkpoint, world.rank == 0, metrics, watchdog)
+    far = RunDirectory(state, saves, files, metrics, copies, injector.before_save)
+    if loaded is not None and loaded.resolve().parent == saves.resolve():
+        far.step = state.step
+    nodes = None if near is None else NodeDirectories(state, near, files, metrics)
+    where = Saves(state, far, watchdog, nodes, background(config, apart, stack), first_loss(state, loaded))
+    judge = Judge(config.faults, state.recent, where.wait_staged, state.scaler)
 
     def rebuild() -> tuple[Any, Any]:
         state.segments = extended(state.segments, needed_samples(state))

@@ -6,15 +6,17 @@ JSON has no NaN and no infinity, so such a value is null and named under "nonfin
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any, TextIO
 
+from isotron.core.errors import Refused
 from isotron.train.config import LogConfig
 from isotron.train.console import Console, perplexity
 from isotron.train.flops import utilisation
@@ -125,6 +127,20 @@ class Metrics:
         if self._file is not None:
             now = datetime.now().astimezone().isoformat(timespec="milliseconds")
             self._write({"event": name, "step": self._step, **fields, "time": now})
+
+    @contextlib.contextmanager
+    def forgiving(self, event: str, what: str) -> Iterator[None]:
+        """Around what a run can do without: a failure is an event and a line, and no more."""
+        try:
+            yield
+        except (Refused, OSError) as error:
+            self.failed(event, what, error)
+
+    def failed(self, event: str, what: str, error: Refused | OSError) -> None:
+        """Something that the run goes on without."""
+        why = "; ".join(p.case for p in error.problems) if isinstance(error, Refused) else str(error)
+        self.event(event, why=why)
+        self.say(f"isotron: {what}: {why}")
 
     def rewind(self, step: int) -> None:
         """The run goes on from an earlier step: lines after it are cut, as on a resume."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,51 +32,43 @@ class Facts:
 
 
 class NextLoss:
-    """The comparison of one run, and the files that it leaves for the next one.
+    """The file beside the checkpoints of one place. `writes`: whether this rank writes it."""
 
-    `writes`: whether this rank writes the file of a checkpoint, by where checkpoints go ("far": the run's directory,
-    "near": a node's own). `expected`: of the first step of this run, from the checkpoint that it resumed from; None to
-    compare nothing.
-    """
+    def __init__(self, writes: bool) -> None:
+        self._writes = writes
+        self._saved: tuple[int, Path] | None = None
+        self._facts: Facts | None = None
 
-    def __init__(
-        self, writes: Mapping[str, bool] | None = None, expected: Facts | None = None, dtype: str = "float32"
-    ) -> None:
-        self._writes, self._expected, self._dtype = writes or {}, expected, dtype
-        self._paths: dict[str, tuple[int, Path]] = {}
-        self._facts: dict[str, Facts] = {}
-
-    def saved(self, step: int, path: Path, where: str) -> None:
+    def saved(self, step: int, path: Path) -> None:
         """The checkpoint of a step is complete. Raises OSError where the file cannot be written."""
-        self._paths[where] = (step, path)
-        self._write(where)
+        self._saved = step, path
+        self._write()
 
-    def after(self, facts: Facts, follows: Iterable[str]) -> None:
-        """A step has been taken; `follows`: where the one before it was saved, or is being saved.
+    def after(self, facts: Facts) -> None:
+        """The step after one whose checkpoint is there, or being written. Raises OSError as `saved`."""
+        if math.isfinite(facts.loss):
+            self._facts = facts
+            self._write()
 
-        Refuses to go on where the first loss after a resume is not what it must be. Raises OSError as `saved`.
-        """
-        expected, self._expected = self._expected, None
-        if expected is not None and (expected.step, expected.consumed_samples) == (facts.step, facts.consumed_samples):
-            _compare(expected.loss, facts.loss, facts.step, self._dtype)
-        for where in follows if math.isfinite(facts.loss) else ():
-            self._facts[where] = facts
-            self._write(where)
-
-    def _write(self, where: str) -> None:
-        step, path = self._paths.get(where, (-1, Path()))
-        facts = self._facts.get(where)
-        if self._writes.get(where) and facts is not None and facts.step - 1 == step:
+    def _write(self) -> None:
+        if not self._writes or self._saved is None or self._facts is None:
+            return
+        step, path = self._saved
+        if self._facts.step - 1 == step:
             new = path / f"{FILE}.tmp"
-            new.write_text(json.dumps(facts.__dict__), encoding="utf-8")
+            new.write_text(json.dumps(self._facts.__dict__), encoding="utf-8")
             os.replace(new, path / FILE)
 
 
-def _compare(expected: float, found: float, step: int, dtype: str) -> None:
-    if not abs(found - expected) <= TOLERANCE[dtype] * abs(expected):
+def compare(expected: Facts, found: Facts, dtype: str) -> None:
+    """Refuse to go on where a step gives another loss than it gave the run that saved."""
+    if (expected.step, expected.consumed_samples) != (found.step, found.consumed_samples):
+        return
+    if not abs(found.loss - expected.loss) <= TOLERANCE[dtype] * abs(expected.loss):
+        was, now = expected.loss, found.loss
         raise refuse(
-            f"resume at step {step - 1}",
-            f"step {step} gives the loss {found!r} on the batch on which the run that saved found {expected!r}",
+            f"resume at step {found.step - 1}",
+            f"step {found.step} gives the loss {now!r} on the batch on which the run that saved found {was!r}",
             "--no-resume-check if something that changes the loss was changed on purpose; else load another step",
             exit_code=1,
         )

@@ -9,22 +9,26 @@ import pytest
 from isotron.train.nextloss import FILE, Facts, NextLoss
 
 
-def test_each_place_gets_its_own(tmp_path: Path) -> None:
-    """A save in the run's directory may end long after the step behind it, one near by before it."""
-    near, far = tmp_path / "near", tmp_path / "far"
-    near.mkdir(), far.mkdir()
-    kept = NextLoss({"near": True, "far": True})
-    kept.saved(1, near, "near")
-    kept.after(Facts(2, 8, 0.5), ["near", "far"])
-    assert (near / FILE).is_file() and not (far / FILE).exists()
-    kept.after(Facts(3, 12, 0.4), [])
-    kept.saved(1, far, "far")
-    assert (far / FILE).read_text() == (near / FILE).read_text()
+def test_a_save_may_end_before_the_step_behind_it_or_long_after(tmp_path: Path) -> None:
+    early, late = tmp_path / "early", tmp_path / "late"
+    early.mkdir(), late.mkdir()
+    before, behind = NextLoss(True), NextLoss(True)
+    before.saved(1, early)
+    for kept in (before, behind):
+        kept.after(Facts(2, 8, 0.5))
+    assert (early / FILE).is_file() and not (late / FILE).exists()
+    behind.saved(1, late)
+    assert (late / FILE).read_text() == (early / FILE).read_text()
+    (late / FILE).unlink()
+    behind.saved(2, late)
+    assert not (late / FILE).exists()
 
 
 def test_a_place_that_is_gone_is_reported(tmp_path: Path) -> None:
-    kept = NextLoss({"near": True})
-    kept.saved(1, tmp_path / "gone", "near")
+    kept = NextLoss(True)
+    kept.saved(1, tmp_path / "gone")
     with pytest.raises(OSError, match="gone"):
-        kept.after(Facts(2, 8, 0.5), ["near"])
-    NextLoss({"near": False}).saved(1, tmp_path / "gone", "near")
+        kept.after(Facts(2, 8, 0.5))
+    other = NextLoss(False)
+    other.saved(1, tmp_path / "gone")
+    other.after(Facts(2, 8, 0.5))
