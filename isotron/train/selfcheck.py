@@ -18,9 +18,8 @@ from isotron.core.parallel.plan import Layout
 from isotron.launch import run_ranks
 from isotron.train.scaled_experts import scaled_experts
 from isotron.train.scaled_run import changed_rules, scaled_optim, scaled_split
-from isotron.train.verify import Case, Measured, Row, compare, measure
+from isotron.train.verify import TOLERANCE, Case, Measured, Row, compare, measure
 
-TOLERANCE = 1e-9
 SEQUENCE = 16
 MICROBATCHES = 3  # of a step, at most
 TIMEOUT_S = 300.0

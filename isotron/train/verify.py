@@ -4,6 +4,7 @@ functions.
 `measure` trains a few steps and collects the loss, every gradient, the norm and the weights under their global names,
 put together from the ranks' pieces (buffers start as NaN and every element must come exactly once). `compare` holds
 two such measurements against each other by one rule: max|a-b| <= tolerance * max(max|b|, 1e-3 * rms of all gradients).
+Gradients that this rule cannot tell from zero are stepped as zero (see `_Recording`).
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from isotron.core import comm
 from isotron.core import device as devices
 from isotron.core.batch import Batch
 from isotron.core.errors import listed, refuse
 from isotron.core.layout import Box
 from isotron.core.mesh import ALONE, AXES, Group, Mesh
 from isotron.core.optim.build import make_optimizer
+from isotron.core.optim.clip import global_norm
 from isotron.core.optim.config import OptimConfig
 from isotron.core.optim.optimizer import Optimizer
 from isotron.core.optim.schedules import ScheduleConfig
@@ -31,6 +34,9 @@ from isotron.core.parallel.replicas import unequal_replicas
 from isotron.core.random import key, normal
 from isotron.train.inject import injected
 from isotron.train.step import train_step
+
+TOLERANCE = 1e-9
+FLOOR = 1e-3  # of the rms of all gradients: the least that a difference is held against
 
 
 @dataclass(frozen=True)
@@ -194,7 +200,9 @@ def saved(model: ParallelModel) -> Iterable[tuple[str, tuple[int, ...], list[tup
 
 class _Recording(Optimizer):
     """Keeps the gradients of the first update as they are before clipping, so that a wrong one is alone in being
-    wrong.
+    wrong; then, in every update, makes those zero that `compare` cannot tell from zero. Some are zero but for rounding
+    (a key's bias moves all scores of a query alike), and a rule that takes their sign or divides by their size would
+    make whole steps of it.
     """
 
     model: ParallelModel
@@ -204,7 +212,17 @@ class _Recording(Optimizer):
         """Collective in the first update."""
         if self.updates == 0:
             self.gradients = _assemble(gradients(self.model), self.model.mesh.group(*AXES))
+        least = TOLERANCE * FLOOR * self._rms()
+        for view in self.views:
+            view.grad.masked_fill_(view.grad.abs() < least, 0.0)
         super().step(lr, weight_decay, gradient_factor)
+
+    def _rms(self) -> float:
+        """Of all gradients, each counted once; the same on every rank."""
+        world, device = self.model.mesh.group(*AXES), self.model.device
+        own = sum(grad.numel() for view in self.views if view.counts for _, grad in view.pieces(view.grad))
+        count = float(comm.all_reduce(torch.tensor(own, device=device), world))
+        return global_norm(self.views, world, device=device) / max(count, 1.0) ** 0.5
 
 
 def measure(case: Case) -> Measured:
@@ -244,11 +262,11 @@ class Row:
     passes: bool
 
 
-def compare(found: Measured, reference: Measured, tolerance: float = 1e-9) -> list[Row]:
+def compare(found: Measured, reference: Measured, tolerance: float = TOLERANCE) -> list[Row]:
     """Loss, norm, every gradient and every weight of one layout against one process."""
     squares = sum(float(g.square().sum()) for g in reference.gradients.values())
     count = sum(g.numel() for g in reference.gradients.values())
-    floor = 1e-3 * (squares / max(count, 1)) ** 0.5
+    floor = FLOOR * (squares / max(count, 1)) ** 0.5
     table = []
 
     def row(what: str, a: Tensor, b: Tensor) -> None:
