@@ -24,10 +24,10 @@ from typing import Any
 
 from isotron import birth
 from isotron.core.errors import refuse
+from isotron.exits import STOP_SIGNALS
 
 PRELOAD = ["torch", "torch.distributed", "isotron.processes"]
 WATCH_SECONDS = 1.0
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 def check_platform(platform: str = sys.platform) -> None:

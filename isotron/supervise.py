@@ -23,12 +23,11 @@ from typing import Any
 
 from isotron import processes
 from isotron.core.errors import Refused, refuse, refuse_file
+from isotron.exits import EXIT_SIGNALLED, STOP_SIGNALS
 
 BYTES_PER_RANK = 50_000_000  # at the very least: what a started process has for itself alone
 STORE_VARIABLE = "ISOTRON_STORE"
 GRACE_SECONDS = 3.0  # how long the others may go on once one has failed
-EXIT_SIGNALLED = 143  # what a rank returns that was told to stop and has saved: no failure
-STOP_SIGNALS = processes.STOP_SIGNALS
 SAME_SECONDS = 0.2  # signals that come so close together are one: to this process, and to its whole group
 
 

@@ -16,11 +16,11 @@ from isotron.core.checkpoint.locate import LATEST, is_complete, steps
 from isotron.core.errors import Refused, refuse
 from isotron.core.host import available_memory
 from isotron.evaluate.tasks import problems_of
+from isotron.exits import EXIT_SIGNALLED
 from isotron.launch import World, from_environment, run_local, started_again
 from isotron.planner.advice import contradictions, warnings
 from isotron.planner.fit import memory_problem
 from isotron.planner.job import Job
-from isotron.supervise import EXIT_SIGNALLED
 from isotron.train.places import keep_apart, try_out
 
 OWN = {

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-import re
 
+from isotron.config.fault_words import KINDS, Fault
 from isotron.config.rules import Facts, Rule, asked, moved
 from isotron.config.schema import RunConfig
 from isotron.core.errors import Problem
@@ -236,16 +236,19 @@ def _mup(c: RunConfig, f: Facts) -> Problem:
     return Problem(asked(c, "mup_base_hidden_size", "tie_embeddings", "optimizer"), case, fix)
 
 
-_FAULT = re.compile(r"(kill|kill-save|term|hang|slow|nan|glitch|bitflip|diskfull)@[1-9]\d*:\d+", re.ASCII)
-
-
 def _bad_faults(c: RunConfig) -> list[str]:
-    world = c.layout.world
-    return [w for w in c.faults.inject if not _FAULT.fullmatch(w) or int(w.rpartition(":")[2]) >= world]
+    return [word for word in c.faults.inject if not _is_fault(word, c.layout.world)]
+
+
+def _is_fault(word: str, world: int) -> bool:
+    try:
+        return Fault.parse(word).rank < world
+    except ValueError:
+        return False
 
 
 def _faults(c: RunConfig, f: Facts) -> Problem:
-    case = f"a fault is KIND@STEP:RANK, the kinds are {_FAULT.pattern[1:].partition(')')[0].replace('|', ', ')}"
+    case = f"a fault is KIND@STEP:RANK, the kinds are {', '.join(KINDS)}"
     case += f", steps count from 1, ranks from 0 to {c.layout.world - 1}"
     return Problem(f"--inject {' '.join(_bad_faults(c))}", case, "--inject kill@10:0")
 

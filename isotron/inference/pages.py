@@ -111,13 +111,5 @@ class Pages:
             self._serial[page] = self._next
             self._known[key], self._key[page] = page, key
 
-    def forget_all(self) -> None:
-        """No page is known any more: the weights have changed."""
-        for page in list(self._key):
-            self._forget(page)
-        for page in self._idle:
-            heapq.heappush(self._free, page)
-        self._idle.clear()
-
     def _forget(self, page: int) -> None:
         del self._known[self._key.pop(page)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cache
 from importlib.resources import files
@@ -50,10 +50,6 @@ class Hardware:
             return self.inner
         # several members on a node share its ports: a ring goes through each node once
         return min(self.inner, self.outer * max(1, self.node // stride))
-
-    def without_links(self, node: int) -> Hardware:
-        """The same devices in nodes of another size."""
-        return replace(self, node=node)
 
 
 @cache

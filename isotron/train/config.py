@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from isotron.config.fault_words import KINDS
 from isotron.core.options import option
 
 
@@ -66,9 +67,7 @@ class FaultConfig:
     resume_check: bool = option(
         True, "after a resume, the first step must give the loss that the run which saved found on the same batch"
     )
-    inject: tuple[str, ...] = option(
-        (), "faults on purpose, KIND@STEP:RANK, kinds kill, kill-save, term, hang, slow, nan, glitch, bitflip, diskfull"
-    )
+    inject: tuple[str, ...] = option((), f"faults on purpose, KIND@STEP:RANK, kinds {', '.join(KINDS)}")
 
 
 @dataclass(frozen=True)

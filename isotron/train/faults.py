@@ -1,16 +1,7 @@
 """When a run must not simply go on: it is told to stop, it is stuck, or its numbers are no numbers.
 
-What all ranks must do together is decided from values that are equal on all of them. Exit codes of a training run:
-
-| code | meaning                                                                                                    |
-|------|------------------------------------------------------------------------------------------------------------|
-| 0    | all steps are done and saved                                                                               |
-| 1    | the run failed; the message says why                                                                       |
-| 2    | the run was refused before it started                                                                      |
-| 75   | no step for too long: the stacks of all threads were printed; start it again, it resumes                   |
-| 143  | SIGTERM, SIGUSR1 or SIGINT: stopped between two steps and saved; the same command goes on from there       |
-|      | (also when `exit_duration_in_mins` have passed)                                                            |
-| 128+ | the number of the signal that ended a process, 137 for SIGKILL: nothing was saved after the last checkpoint |
+What all ranks must do together is decided from values that are equal on all of them. With which exit code it ends
+then is said in `isotron/exits.py`.
 """
 
 from __future__ import annotations
@@ -31,14 +22,8 @@ import torch
 from isotron.core import comm
 from isotron.core.errors import refuse
 from isotron.core.mesh import Group
+from isotron.exits import EXIT_FAILED, EXIT_STUCK, STOP_SIGNALS
 
-EXIT_OK = 0
-EXIT_FAILED = 1
-EXIT_USAGE = 2
-EXIT_STUCK = 75
-EXIT_SIGNALLED = 143
-
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 MAX_CONSECUTIVE_SKIPS = 20
 PHASE_FACTOR = 4.0
 NEVER_SECONDS = 30 * 24 * 3600.0

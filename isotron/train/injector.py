@@ -19,44 +19,21 @@ import contextlib
 import errno
 import math
 import os
-import re
 import signal
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
 
+from isotron.config.fault_words import Fault
 from isotron.core.checkpoint import save
 from isotron.core.parallel.model import ParallelModel
 
-KINDS = ("kill", "kill-save", "term", "hang", "slow", "nan", "glitch", "bitflip", "diskfull")
-SPEC = re.compile(rf"({'|'.join(KINDS)})@(\d+):(\d+)")
 SLOW_SECONDS = 1.0
 DIRECTORY = "injected"
-
-
-@dataclass(frozen=True)
-class Fault:
-    """One fault: `step` counts from 1, the step that it meets."""
-
-    kind: str
-    step: int
-    rank: int
-
-    @staticmethod
-    def parse(word: str) -> Fault:
-        """The fault of KIND@STEP:RANK; ValueError for other words."""
-        match = SPEC.fullmatch(word)
-        if match is None:
-            raise ValueError(f"{word} is not KIND@STEP:RANK with a kind of {', '.join(KINDS)}")
-        return Fault(match[1], int(match[2]), int(match[3]))
-
-    def __str__(self) -> str:
-        return f"{self.kind}@{self.step}:{self.rank}"
 
 
 class Injector:

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 from isotron.core.errors import refuse
 from isotron.core.precision.scaler import LossScaler
+from isotron.exits import EXIT_FAILED
 from isotron.train.config import FaultConfig
-from isotron.train.faults import EXIT_FAILED
 from isotron.train.step import StepResult
 
 HISTORY = 32  # losses of applied steps that a spike is measured against

@@ -18,7 +18,8 @@ from isotron.core.checkpoint.locate import find_together
 from isotron.core.errors import listed, refuse
 from isotron.core.parallel.replicas import unequal_replicas
 from isotron.data.batches import Prefetcher, microbatches
-from isotron.train.faults import EXIT_FAILED, EXIT_OK, EXIT_SIGNALLED, Deadline, FiniteGuard, StopSignal, Watchdog
+from isotron.exits import EXIT_FAILED, EXIT_OK, EXIT_SIGNALLED
+from isotron.train.faults import Deadline, FiniteGuard, StopSignal, Watchdog
 from isotron.train.feed import steps
 from isotron.train.flops import step_flops
 from isotron.train.injector import Injector

@@ -15,16 +15,8 @@ import pytest
 
 from isotron.core.errors import Refused
 from isotron.core.mesh import ALONE
-from isotron.train.faults import (
-    EXIT_FAILED,
-    EXIT_SIGNALLED,
-    EXIT_STUCK,
-    MAX_CONSECUTIVE_SKIPS,
-    STOP_SIGNALS,
-    FiniteGuard,
-    StopSignal,
-    Watchdog,
-)
+from isotron.exits import EXIT_FAILED, EXIT_SIGNALLED, EXIT_STUCK, STOP_SIGNALS
+from isotron.train.faults import MAX_CONSECUTIVE_SKIPS, FiniteGuard, StopSignal, Watchdog
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 
+from isotron.config.fault_words import KINDS, Fault
 from isotron.core.errors import Refused
 from isotron.core.precision.scaler import LossScaler
+from isotron.train import injector as injecting
 from isotron.train.config import FaultConfig
 from isotron.train.faults import Deadline, StopSignal
-from isotron.train.injector import Fault, Injector
+from isotron.train.injector import Injector
 from isotron.train.judge import FEWEST, HISTORY, Judge, Rewind, Verdict
 from isotron.train.step import StepResult
 from isotron.train.stragglers import Stragglers
@@ -142,8 +144,11 @@ def test_a_fault_happens_once_per_run_and_on_its_rank(tmp_path: Any, monkeypatch
             injector.before_step(step)
     assert slept == [1.0] and [p.name for p in (tmp_path / "injected").iterdir()] == ["slow@3:1"]
     assert str(Fault.parse("kill-save@12:3")) == "kill-save@12:3"
-    with pytest.raises(ValueError, match="KIND@STEP:RANK"):
-        Fault.parse("burn@1:0")
+    for word in ("burn@1:0", "kill@0:0", "kill@1"):
+        with pytest.raises(ValueError, match="KIND@STEP:RANK"):
+            Fault.parse(word)
+    told = [line.split("|")[1].strip() for line in (injecting.__doc__ or "").splitlines() if line.startswith("|")]
+    assert told[2:] == list(KINDS)
 
 
 class TwoBusy:

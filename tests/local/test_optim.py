@@ -63,9 +63,6 @@ def test_masters_keep_what_bfloat16_rounds_away() -> None:
         adam.step(1e-4, 0.0, 1.0)
     assert torch.allclose(adam.states[0]["master"].read(), torch.full((8,), 1 - 20e-4), atol=1e-6)
     assert (weight < 1).all()  # one step alone is below half a unit in the last place
-    weight.fill_(3.0)
-    adam.refresh_masters()
-    assert (adam.states[0]["master"].read() == 3).all()
 
 
 def test_wide_weights_are_their_own_masters() -> None:

@@ -13,7 +13,8 @@ import pytest
 from isotron.config.schema import RunConfig
 from isotron.core.mesh import AXES, Mesh
 from isotron.core.parallel.model import ParallelModel
-from isotron.train.faults import EXIT_SIGNALLED, StopSignal
+from isotron.exits import EXIT_SIGNALLED
+from isotron.train.faults import StopSignal
 from tests.ranks import runs
 
 

@@ -48,11 +48,6 @@ class BackgroundSaver:
         """The step that is being saved, or was last and has not been asked about; None when idle."""
         return None if self._job is None else self._job.step
 
-    @property
-    def staging_bytes(self) -> int:
-        """Host memory that the copies take."""
-        return self._buffers.bytes
-
     def start(
         self,
         directory: str | Path,

@@ -224,16 +224,6 @@ class Optimizer:
         if pairs:
             torch._foreach_copy_([w for w, _ in pairs], [m for _, m in pairs])
 
-    @torch.no_grad()
-    def refresh_masters(self) -> None:
-        """Masters from weights: after loading weights alone."""
-        for view, master in self._masters():
-            if view.weight.dtype != view.wide:
-                master.write(view.weight.to(view.wide))
-
-    def _masters(self) -> Iterator[tuple[View, Kept]]:
-        return ((v, states["master"]) for v, states in zip(self.views, self.states, strict=True))
-
     # ---- what is kept ----------------------------------------------------------------------------------------------
 
     def slots(self) -> Iterator[Slot | Shared]:
