@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from isotron.commands.progress import progress
 from isotron.commands.run_options import tokenizer_entries
 from isotron.config.catalogue import Option
 from isotron.config.check import check, finish
@@ -59,13 +60,14 @@ def run(words: Sequence[str], own: Mapping[str, Option]) -> int:
         case = f"the layout has ranks 0 to {config.layout.world - 1}"
         raise refuse(f"--dry-run-rank {rank}", case, f"--dry-run-rank {config.layout.world - 1}")
     check_optimizer(config)
-    from isotron.train.dryrun.rank import dry
+    from isotron.train.dryrun.rank import dry, passes
     from isotron.train.dryrun.report import facts, lines
 
-    detailed = dry(config, max(rank, 0))
     per_stage = config.layout.world // config.layout.pp
-    others = [] if rank >= 0 else [dry(config, per_stage * i) for i in range(1, config.layout.pp)]
-    found = facts(config, detailed, [] if rank >= 0 else [detailed, *others])
+    others = [] if rank >= 0 else [per_stage * i for i in range(1, config.layout.pp)]
+    with progress("dry run", passes(config) * (1 + len(others))) as tick:
+        detailed, *stages = (dry(config, r, tick) for r in (max(rank, 0), *others))
+    found = facts(config, detailed, [] if rank >= 0 else [detailed, *stages])
     print(json.dumps(found, indent=1) if flags.get("json") else "\n".join(lines(found)))
     return 0
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from isotron.commands.progress import progress
 from isotron.commands.run_options import JSON, run_help
 from isotron.config.catalogue import Option
 from isotron.config.check import check, finish
@@ -208,7 +211,8 @@ def _search(
     base = finish(changed(config, micro_batch_size=1), devices)
     job = replace(Job.of(base), config=_with_positions(shape, base))
     whole_steps("--tokens", tokens, job.step_tokens)
-    found = search(job, devices, place, limit, flags["top"])
+    with ExitStack() as stack:
+        found = search(job, devices, place, limit, flags["top"], partial(_shown, stack))
     facts: dict[str, Any] = {
         "devices": devices,
         "device": place.device.name,
@@ -224,6 +228,11 @@ def _search(
     else:
         lines += _none_fits(found, limit)
     return {**facts, "lines": lines}
+
+
+def _shown(stack: ExitStack, total: int) -> Callable[[], None]:
+    """How far a search is, until the stack is closed."""
+    return stack.enter_context(progress("plan", total))
 
 
 def _none_fits(found: Found, limit: float) -> list[str]:

@@ -6,7 +6,7 @@ best ones and counts their bytes exactly. Which layouts there are, `legal.py` sa
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import Any
@@ -26,6 +26,7 @@ from isotron.planner.work import block_products
 
 FINALISTS = 2
 LOOKS, LONGEST_LOOK = 6, 40  # layouts that are counted exactly: with one that fits at hand, and until there is one
+Progress = Callable[[int], Callable[[], None]]
 MARGIN = 0.94  # of the device's memory: allocators round and fragment
 
 
@@ -107,12 +108,18 @@ def _in_flight(job: Job) -> float:
     return min(m * v, most)
 
 
-def search(job: Job, devices: int, place: Place, limit: float, top: int = 10) -> Found:
-    """The best layouts of `job`'s model and batch on `devices` of `place` that need at most `limit` bytes."""
-    context = place.device.context
-    seen = [
-        Candidate(j, step_seconds(j, place), quick_memory(j, context)) for j in layouts(job, devices, place.device.node)
-    ]
+def search(
+    job: Job, devices: int, place: Place, limit: float, top: int = 10, progress: Progress = lambda _: lambda: None
+) -> Found:
+    """The best layouts of `job`'s model and batch on `devices` of `place` that need at most `limit` bytes.
+
+    `progress(number of layouts)` gives what is called after each.
+    """
+    context, every, seen = place.device.context, list(layouts(job, devices, place.device.node)), []
+    tick = progress(len(every))
+    for j in every:
+        seen.append(Candidate(j, step_seconds(j, place), quick_memory(j, context)))
+        tick()
     if not seen:
         raise _nothing(job, devices)
     fitting = sorted((c for c in seen if c.memory <= limit), key=lambda c: c.time)

@@ -14,11 +14,14 @@ import pytest
 import torch.distributed as dist
 
 from isotron import cli
+from isotron.commands.progress import progress
 from isotron.config.check import finish
 from isotron.config.schema import RunConfig, changed
+from isotron.core import comm
 from isotron.core import shared_memory as shm
 from isotron.core.mesh import Mesh
-from isotron.train.dryrun.rank import RankReport, dry, measure, microbatches, rounds
+from isotron.train.dryrun import transport
+from isotron.train.dryrun.rank import RankReport, dry, measure, microbatches, passes, rounds
 from isotron.train.dryrun.reasons import REASONS
 from tests import bert_matrix, matrix, moe_matrix, t5_matrix
 
@@ -121,7 +124,9 @@ def test_echoes_do_what_microbatches_do(model: str, axes: dict[str, Any], batch:
     """To the byte and the call, on every pipeline rank."""
     config = config_of(model, axes, batch=batch)
     for rank in range(0, config.layout.world, config.layout.world // config.layout.pp):
-        echoed = dry(config, rank)
+        ticks: list[int] = []
+        echoed = dry(config, rank, lambda: ticks.append(1))  # noqa: B023
+        assert len(ticks) == passes(config)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("isotron.train.dryrun.rank.can_echo", lambda config: False)
             patch.setattr("isotron.train.dryrun.rank.ROUNDS", 99)
@@ -141,13 +146,37 @@ def test_rounds_that_are_not_run_are_counted(axes: dict[str, Any]) -> None:
     whole = config_of("llama-tied", axes, batch=8)
     run, one, more = rounds(whole)
     assert more and run + one * more == microbatches(whole)
-    short = dry(whole, 0)
+    ticks: list[int] = []
+    short = dry(whole, 0, lambda: ticks.append(1))
+    assert len(ticks) == passes(whole)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("isotron.train.dryrun.rank.ROUNDS", 99)
         full = dry(whole, 0)
     assert full.microbatches == (microbatches(whole),) * 2 and short.microbatches[1] == run
     assert calls(short) == calls(full)
     assert {k: getattr(short, k) for k in EXACT} == {k: getattr(full, k) for k in EXACT}
+
+
+@pytest.mark.parametrize("zero", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_what_goes_to_each_rank_by_itself_may_be_left_out(zero: int) -> None:
+    config = config_of("gpt", {"dp": 8, "zero": zero, "tp": 2})
+    less = dry(config, 5)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transport, "_gathered", comm.start_gather_flat)
+        patch.setattr(transport, "_summed", lambda real: real)
+        whole = dry(config, 5)
+    assert {k: getattr(less, k) for k in EXACT} == {k: getattr(whole, k) for k in EXACT}
+    assert calls(less) == calls(whole)
+
+
+def test_long_work_says_how_far_it_is(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line every ten seconds where nobody sits at a terminal, and nothing of short work."""
+    clock = iter((0.0, 4.0, 8.0, 12.0, 16.0, 24.0))
+    monkeypatch.setattr("isotron.commands.progress.time.monotonic", lambda: next(clock))
+    with progress("dry run", 5) as tick:
+        for _ in range(5):
+            tick()
+    assert capsys.readouterr().err.splitlines() == ["dry run  60.0%  8 s left", "dry run 100.0%  0 s left"]
 
 
 def test_every_call_of_the_core_has_its_reason() -> None:

@@ -9,7 +9,7 @@ microbatches adds is measured once and counted as often as it comes.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from math import prod
@@ -101,16 +101,24 @@ def rounds(config: RunConfig) -> tuple[int, int, int]:
     return (m, pp, 0) if m <= few + pp else (few + pp, pp, (m - few - pp) // pp)
 
 
-def dry(config: RunConfig, rank: int) -> RankReport:
-    """A rank of a world that need not be there. The config is finished; its vocabulary is known."""
+def passes(config: RunConfig) -> int:
+    """Forwards of stages that a dry run of one rank computes."""
+    run, one, more = rounds(config)
+    return config.layout.chunks * (min(run, COMPUTED) if can_echo(config) else run + (run - one if more else 0))
+
+
+def dry(config: RunConfig, rank: int, tick: Callable[[], None] = lambda: None) -> RankReport:
+    """A rank of a world that need not be there. The config is finished; its vocabulary is known. `tick` is called
+    before each of its `passes`.
+    """
     started = time.perf_counter()
     config = changed(config, offload_dir="")  # a file takes the bytes that host memory would
     run, one, more = rounds(config)
     with _alone(rank, config.layout.world), without_memory(), _without_numbers():
         mesh = Mesh(rank, **config.layout.axes)
-        found = measure(config, mesh, run, echoes=True)
+        found = measure(config, mesh, run, True, tick)
         if more:
-            shorter = measure(config, mesh, run - one, echoes=True)
+            shorter = measure(config, mesh, run - one, True, tick)
             found = replace(found, calls=found.calls.extended(shorter.calls, more))
     computed = min(run, COMPUTED) if can_echo(config) else run
     return replace(found, microbatches=(microbatches(config), computed), seconds=time.perf_counter() - started)
@@ -142,15 +150,22 @@ def _without_numbers() -> Iterator[None]:
             band.cache_clear()  # what it remembers has no numbers either
 
 
-def measure(config: RunConfig, mesh: Mesh, count: int, echoes: bool = False) -> RankReport:
-    """Build this rank and take a step of `count` microbatches; `echoes`: those that only repeat are not computed."""
+def measure(
+    config: RunConfig, mesh: Mesh, count: int, echoes: bool = False, tick: Callable[[], None] = lambda: None
+) -> RankReport:
+    """Build this rank and take a step of `count` microbatches; `echoes`: those that only repeat are not computed.
+    `tick` is called before each forward of a stage.
+    """
     started = time.perf_counter()
     band.cache_clear()
     dtype, cpu = devices.dtype_of(config.train.dtype), devices.resolve("cpu")
     model = ParallelModel(config.model, config.layout, mesh, dtype, cpu, config.train.seed, config.optim.freeze)
     optimizer = make_optimizer(model, config.optim)
     batches = [_batch(config, i) for i in range(count)]
-    calls, activations, update = _step(config, model, optimizer, batches, echoes)
+    with ExitStack() as stack:
+        for stage in model.stages.values():
+            stack.enter_context(patch.object(stage.module, "forward", _ticking(stage.module.forward, tick)))
+        calls, activations, update = _step(config, model, optimizer, batches, echoes)
     flats = [stage.flat for stage in model.stages.values()]
     split = split_layers(config.model.num_layers, config.layout, model_costs(config.model))
     held = sorted(part for s in model.stages for part in zip(split[s], halves_of(split, s), strict=True))
@@ -171,6 +186,14 @@ def measure(config: RunConfig, mesh: Mesh, count: int, echoes: bool = False) -> 
         calls=calls,
         seconds=time.perf_counter() - started,
     )
+
+
+def _ticking(forward: Callable[..., Any], tick: Callable[[], None]) -> Callable[..., Any]:
+    def ticked(*args: Any, **kwargs: Any) -> Any:
+        tick()
+        return forward(*args, **kwargs)
+
+    return ticked
 
 
 def _batch(config: RunConfig, index: int) -> Batch:
