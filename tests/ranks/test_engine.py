@@ -133,13 +133,24 @@ def test_an_optimizer_and_a_scheduler_of_torch(kind: str) -> None:
     assert engine.get_lr() == pytest.approx([0.1 * 0.01, 0.05 * 0.01])
 
 
-def test_half_precision_skips_and_falls() -> None:
+def test_half_precision_skips_and_falls(tmp_path: Path) -> None:
     cfg = bodies.config(fp16={"enabled": True, "initial_scale_power": 24, "hysteresis": 1}, gradient_clipping=0.0)
     engine, *_ = isotron.initialize(bodies.net(torch.float32), cfg)
     assert engine.module.hidden.weight.dtype == torch.float16 and engine.cur_scale == 2.0**24
     bodies.run(engine, 0, 12)
     assert engine.skipped_steps > 0 and engine.cur_scale == 2.0 ** (24 - engine.skipped_steps)
     assert engine.state.updates == 12 - engine.skipped_steps and engine.global_steps == 12
+    engine.save_checkpoint(tmp_path)
+    cfg["fp16"] |= {"loss_scale_window": 7, "hysteresis": 3}
+    again, *_ = isotron.initialize(bodies.net(torch.float32), cfg)
+    again.load_checkpoint(tmp_path)
+    scaler = again.scaler  # where it stood, with the options of now
+    assert (scaler.scale, scaler.clean, scaler.patience) == (
+        engine.cur_scale,
+        engine.scaler.clean,
+        engine.scaler.patience,
+    )
+    assert (scaler.window, scaler.hysteresis) == (7, 3)
     brain, *_ = isotron.initialize(bodies.net(torch.float32), bodies.config(bf16={"enabled": True}))
     first = bodies.run(brain, 0, 2)[0]
     for _ in range(30):
