@@ -363,25 +363,31 @@ def gather_json(value: Any, group: Group) -> list[Any] | None:
     """On the first rank the JSON-able values of all ranks, elsewhere None."""
     if group.size == 1:
         return [value]
-    found = _texts(json.dumps(value), group)
-    return [json.loads(v) for v in found] if group.index == 0 else None
+    text = json.dumps(value)
+    found: list[Any] | None = _told(text, group)
+    if found is None:  # on the first rank only: all values of a thousand ranks would be much on each
+        found = [None] * group.size if group.index == 0 else None
+        dist.gather_object(text, found, group.ranks[0], group.handle)
+    return [json.loads(v) for v in found] if found is not None and group.index == 0 else None
 
 
 def broadcast_json(value: Any, group: Group) -> Any:
     """The first rank's JSON-able value on every rank."""
     if group.size == 1:
         return value
-    return json.loads(_texts(json.dumps(value) if group.index == 0 else "", group)[0])
+    texts: list[Any] = [json.dumps(value) if group.index == 0 else ""]
+    if (found := _told(texts[0], group)) is not None:
+        return json.loads(found[0])
+    dist.broadcast_object_list(texts, group.ranks[0], group.handle)
+    return json.loads(texts[0])
 
 
-def _texts(text: str, group: Group) -> list[str]:
-    """Every rank's text."""
+def _told(text: str, group: Group) -> list[str] | None:
+    """Every rank's text, where the ranks meet in memory and the texts fit there."""
+    if group.line is None:
+        return None
     data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8) if text else torch.zeros(0, dtype=torch.uint8)
-    if group.line is not None:
-        sizes = all_gather(torch.tensor([len(data)]), group, 0).tolist()
-        if (post := _post(data, group, sizes)) is not None:
-            every = _met(post, torch.cat, data.dtype).wait()
-            return [bytes(part.numpy()).decode() for part in every.split(sizes)]
-    found: list[Any] = [None] * group.size
-    dist.all_gather_object(found, text, group=group.handle)
-    return found
+    sizes = all_gather(torch.tensor([len(data)]), group, 0).tolist()
+    if (post := _post(data, group, sizes)) is None:
+        return None
+    return [bytes(part.numpy()).decode() for part in _met(post, torch.cat, data.dtype).wait().split(sizes)]

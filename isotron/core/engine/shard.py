@@ -80,39 +80,50 @@ def shard(
     if optimizer is not None and grad_dtype is not None:
         case = "an optimizer of torch wants gradients of its parameters' type, which is float32 or wider here"
         raise refuse(f"shard(grad_dtype={grad_dtype})", case, "grad_dtype=None")
-    settings = zero, shard_size or world, tuple(units), bucket_size, overlap, reduce_dtype, hosted, files, grad_dtype
-    return Sharded(module, optimizer, mesh, *settings, first)
+    group = mesh.group("dp")
+    stage = zero if world > 1 else 0
+    frozen = tuple(n for n, p in module.named_parameters() if not p.requires_grad)
+    unit_of = _unit_of(module, units or _lists(module))
+    plan = Sharding(
+        zero=stage,
+        groups={DENSE: sharing(group.ranks, mesh.rank, mesh.group_of, (shard_size or world) if stage else 1)},
+        bucket_size=bucket_size,
+        classes=Classes(by_unit=stage == 3, frozen=frozen, unit_of=unit_of.__getitem__),
+        overlap=overlap,
+        transport=reduce_dtype,
+        hosted=hosted,
+        sums=grad_dtype,
+        files=files,
+    )
+    return Sharded(module, optimizer, mesh, plan, unit_of, first)
 
 
 class Sharded:
-    """A module and its optimizer, sharded; made by `shard`."""
+    """A module and its optimizer, sharded; made by `shard`. `unit_of`: parameter -> what it is gathered with."""
 
     def __init__(
-        self, module: nn.Module, optimizer: torch.optim.Optimizer | None, mesh: Mesh, zero: int, shard_size: int,
-        units: tuple[str, ...], bucket_size: int, overlap: bool, reduce_dtype: torch.dtype | None,
-        hosted: bool, files: str, sums: torch.dtype | None, first: First | None,
-    ) -> None:  # fmt: skip
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        mesh: Mesh,
+        plan: Sharding,
+        unit_of: Mapping[str, str],
+        first: First | None,
+    ) -> None:
         self.module, self.optimizer, self.mesh, self._first = module, optimizer, mesh, first
+        self._unit_of = unit_of
         named = dict(module.named_parameters())
-        names = units or _lists(module)
-        self._unit_of = {n: next((u for u in names if n.startswith(f"{u}.")), ROOT) for n in named}
-        dp = mesh.group("dp")
-        stage = zero if dp.size > 1 else 0
-        group = sharing(dp.ranks, mesh.rank, mesh.group_of, shard_size if stage else 1)
-        frozen = tuple(n for n, p in named.items() if not p.requires_grad)
-        classes = Classes(frozenset(), stage == 3, False, frozen, unit_of=self._unit_of.__getitem__)
-        plan = Sharding(stage, {DENSE: group}, bucket_size, classes, overlap, reduce_dtype, hosted, sums, files)
         self.flats = [self._flat(found, plan) for found in _by_dtype(named)]
-        at_ends = {n for n in named if stage == 3 and self._unit_of[n] == ROOT}  # complete when a backward is over
+        at_ends = {n for n in named if plan.zero == 3 and unit_of[n] == ROOT}  # complete when a backward is over
         places = {n: i - len(named) * (n in at_ends) for i, n in enumerate(named)}
-        self._turns = Turns(self.flats, places, dp, next(iter(named.values())).device)
+        self._turns = Turns(self.flats, places, mesh.group("dp"), next(iter(named.values())).device)
         self._steps = [] if optimizer is None else _into_optimizer(optimizer, named, self.views())
         self._begun = self._finished = self._called_back = False
         self._ended = set[str]()  # units whose gradients this backward has formed
         for name, p in named.items():
             if p.requires_grad:
                 p.register_post_accumulate_grad_hook(self._take_gradient(name))
-        self.units = self._hook_units(names, named, overlap) if stage == 3 else None
+        self.units = self._hook_units(named, plan.overlap) if plan.zero == 3 else None
         if optimizer is not None:
             optimizer.register_step_pre_hook(lambda *_: self.finish())
             optimizer.register_step_post_hook(lambda *_: self.stepped())
@@ -130,7 +141,8 @@ class Sharded:
 
     # ---- weights come and go ---------------------------------------------------------------------------------------
 
-    def _hook_units(self, names: Sequence[str], named: Mapping[str, nn.Parameter], prefetch: bool) -> Units:
+    def _hook_units(self, named: Mapping[str, nn.Parameter], prefetch: bool) -> Units:
+        names = [unit for unit in dict.fromkeys(self._unit_of.values()) if unit != ROOT]
         buckets = {}
         for unit in (*names, ROOT):
             own = [p for n, p in named.items() if self._unit_of[n] == unit]
@@ -297,6 +309,12 @@ _NOTHING = torch.empty(0)
 
 def _by_units(bucket: Bucket) -> None:
     """A bucket is complete here; under ZeRO-3 units say what is summed."""
+
+
+def _unit_of(module: nn.Module, units: Sequence[str]) -> dict[str, str]:
+    """What each parameter is gathered with: the first of the units that it is in, else the rest of the module."""
+    named = [name for name, _ in module.named_parameters()]
+    return {n: next((u for u in units if n.startswith(f"{u}.")), ROOT) for n in named}
 
 
 def _lists(module: nn.Module) -> tuple[str, ...]:

@@ -26,7 +26,7 @@ from isotron.core.parallel.pipeline.actions import Schedule
 from isotron.core.parallel.pipeline.runtime import Runtime
 from isotron.core.parallel.plan import Layout, split_layers
 from isotron.core.parallel.split import model_costs
-from isotron.core.parallel.stage import Stage, build_stage
+from isotron.core.parallel.stage import Setup, Stage, build_stage
 
 Saved = tuple[str, tuple[int, ...], list[tuple[Box, Tensor]]]
 
@@ -54,11 +54,12 @@ class ParallelModel:
             config.check_layout(layout)
         self.config, self.layout, self.mesh = config, costed(config, layout), mesh
         self.dtype, self.device = dtype, device
-        layers = split_layers(config.num_layers, layout, model_costs(config))
+        split = split_layers(config.num_layers, layout, model_costs(config))
+        setup = Setup(config, split, layout, mesh, dtype, device, seed, frozen)
         self.stages: dict[int, Stage] = {}
         for s, holder in enumerate(layout.placement):
             if holder == mesh.coordinate["pp"]:
-                self.stages[s] = build_stage(config, s, layers, layout, mesh, dtype, device, seed, self.stages, frozen)
+                self.stages[s] = build_stage(setup, s, self.stages)
         self._tables: dict[tuple[int, bool], Schedule] = {}
         keep = layout.recompute_keep if layout.recompute == "full" else None
         # ranks that are dealt documents may end at different times: nothing of the reduction starts before the end

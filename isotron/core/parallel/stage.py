@@ -100,73 +100,121 @@ class Stage:
         return {name: (shape, dtype) for name, shape in shapes.items()}
 
 
-def build_stage(
-    cfg: Any,
-    number: int,
-    split: Sequence[range],
-    layout: Layout,
-    mesh: Mesh,
-    dtype: torch.dtype,
-    device: torch.device,
-    seed: int,
-    beside: Mapping[int, Stage],
-    frozen: tuple[str, ...] = (),
-) -> Stage:
+@dataclass(frozen=True)
+class Setup:
+    """What all stages of a model have in common. `split`: the blocks of each; `frozen`: patterns of global names of
+    parameters that are not trained.
+    """
+
+    cfg: Any
+    split: Sequence[range]
+    layout: Layout
+    mesh: Mesh
+    dtype: torch.dtype
+    device: torch.device
+    seed: int
+    frozen: tuple[str, ...] = ()
+
+    @cached_property
+    def padded(self) -> int:
+        """Rows of the vocabulary with its padding."""
+        return self.layout.padded_vocab(self.cfg.vocab_size)
+
+    @cached_property
+    def table(self) -> Table:
+        """What is known of every parameter."""
+        return self.cfg.layout(self.padded)  # type: ignore[no-any-return]
+
+    @cached_property
+    def held(self) -> Holders:
+        """What several stages hold."""
+        return holders(self.cfg, self.table, self.split)
+
+    @property
+    def wide(self) -> torch.dtype:
+        """float32 or wider."""
+        return torch.promote_types(self.dtype, torch.float32)
+
+
+def build_stage(setup: Setup, number: int, beside: Mapping[int, Stage]) -> Stage:
     """Stage `number`, holding blocks `split[number]`, with its initial weights; of a block that it shares with another
     stage, its half.
 
     `beside`: the stages before it on its rank. What they hold of what several stages hold is here the same parameter,
-    which the first of them owns. `frozen`: patterns of global names of parameters that are not trained.
+    which the first of them owns.
     """
-    padded = layout.padded_vocab(cfg.vocab_size)
-    first, last, layers = number == 0, number == len(split) - 1, split[number]
+    layout, mesh = setup.layout, setup.mesh
+    module = _modules(setup, number)
+    groups = _tie_groups(setup.held, layout, mesh)
+    known = {name: owned for stage in beside.values() for name, owned in stage.known.items() if name in setup.held}
+    placed, everything = _place_parameters(module, setup, number, known)
+    buffers = _make_buffers(module, setup.table, setup.wide, setup.device)
+    fill_sockets(module, everything, mesh.group("tp"), layout.sequence_parallel)
+    fill_context(module, layout, mesh)
+    fill_experts(module, layout, mesh)
+    _set_policies(module, layout, setup.seed, mesh.group("tp"))
+    module.widths = (setup.wide, setup.dtype) if layout.fp32_residual_connection and setup.wide != setup.dtype else None
+    ties = {name: groups[p.name] for name, p in placed.items() if p.name in groups}
+    flat = _make_flat(module, setup, placed, ties)
+    units = None
+    if flat.plan.classes.by_unit:
+        units = module.around = units_of(module, layout, [flat, *(stage.flat for stage in beside.values())])
+        if number == len(setup.split) - 1:
+            module.head.at_hand = partial(units.at_hand, "head")
+    stops, cut = tuple(blocks.stop for blocks in setup.split), layout.tp if layout.sequence_parallel else 1
+    return Stage(number, module, flat, placed, known, setup.cfg.hidden_size, stops, cut, setup.dtype, buffers, units)
+
+
+def _modules(setup: Setup, number: int) -> Decoder:
+    """The stage's modules at their global sizes, on the meta device."""
+    cfg, split = setup.cfg, setup.split
+    build = import_module(f"isotron.core.models.{cfg.family}").build
     with torch.device("meta"):
-        module: Decoder = import_module(f"isotron.core.models.{cfg.family}").build(cfg, layers, first, last, padded)
+        module: Decoder = build(cfg, split[number], number == 0, number == len(split) - 1, setup.padded)
     for block, half in zip(module.layers.values(), halves_of(split, number), strict=True):
         if half:
             block.keep_half(half)  # type: ignore[operator]
-    table = cfg.layout(padded)
-    held = holders(cfg, table, split)
-    groups = _tie_groups(held, layout, mesh)
-    placed: dict[str, Placed] = {}  # what this stage owns
-    known = {name: held_by for stage in beside.values() for name, held_by in stage.known.items() if name in held}
+    return module
+
+
+Known = dict[str, tuple[Placed, nn.Parameter]]
+
+
+def _place_parameters(
+    module: Decoder, setup: Setup, number: int, known: Known
+) -> tuple[dict[str, Placed], dict[str, Placed]]:
+    """Put an empty parameter, or one that is `known` on this rank already, in the place of each; those that this stage
+    owns are added to the known ones. Local name -> where it belongs, of what the stage owns and of all that it uses.
+    """
+    mesh, table = setup.mesh, setup.table
+    placed: dict[str, Placed] = {}
     everything: dict[str, Placed] = {}
     for name, p in list(module.named_parameters()):
         canonical = table.canonical(name)
-        if canonical in known:  # held on this rank already: one parameter
+        if canonical in known:
             everything[name], same = known[canonical]
             _put(module, name, same)
             continue
         rule = table.rule(canonical)
-        counts = number == held.get(canonical, (number,))[0]
+        counts = number == setup.held.get(canonical, (number,))[0]
         placed[name] = everything[name] = Placed(canonical, rule, shard(rule, mesh.coordinate, mesh.sizes), counts)
-        _check_shape(name, p, placed[name], padded)
-        own = nn.Parameter(torch.empty(0, dtype=dtype, device=device), requires_grad=not is_frozen(canonical, frozen))
+        _check_shape(name, p, placed[name], setup.padded)
+        empty = torch.empty(0, dtype=setup.dtype, device=setup.device)
+        own = nn.Parameter(empty, requires_grad=not is_frozen(canonical, setup.frozen))
         _put(module, name, own)
         known[canonical] = placed[name], own
-    buffers = _make_buffers(module, table, torch.promote_types(dtype, torch.float32), device)
-    fill_sockets(module, everything, mesh.group("tp"), layout.sequence_parallel)
-    fill_context(module, layout, mesh)
-    fill_experts(module, layout, mesh)
-    _set_policies(module, layout, seed, mesh.group("tp"))
-    wide = torch.promote_types(dtype, torch.float32)
-    module.widths = (wide, dtype) if layout.fp32_residual_connection and wide != dtype else None
-    partials = Partial(
-        partial_pieces(placed, partial_rule(layout.sequence_parallel)), lambda replicas: mesh.subgroup("tp", replicas)
-    )
-    plan = sharding_of(layout, mesh, held, frozen)
+    return placed, everything
+
+
+def _make_flat(module: Decoder, setup: Setup, placed: dict[str, Placed], ties: Mapping[str, Group]) -> Flat:
+    """Memory for what the stage owns, with its initial values."""
+    pieces = partial_pieces(placed, partial_rule(setup.layout.sequence_parallel))
+    partials = Partial(pieces, lambda replicas: setup.mesh.subgroup("tp", replicas))
+    plan = _sharding(setup)
     parameters = {name: module.get_parameter(name) for name in placed}
-    ties = {name: groups[p.name] for name, p in placed.items() if p.name in groups}
-    flat = Flat(parameters, placed, plan, dtype, device, initialiser(seed), partials, ties)
+    flat = Flat(parameters, placed, plan, setup.dtype, setup.device, initialiser(setup.seed), partials, ties)
     flat.wait_in_forward(module)
-    sequence_split = layout.tp if layout.sequence_parallel else 1
-    units = None
-    if plan.classes.by_unit:
-        units = module.around = units_of(module, layout, [flat, *(stage.flat for stage in beside.values())])
-        if last:
-            module.head.at_hand = partial(units.at_hand, "head")
-    stops = tuple(blocks.stop for blocks in split)
-    return Stage(number, module, flat, placed, known, cfg.hidden_size, stops, sequence_split, dtype, buffers, units)
+    return flat
 
 
 def _make_buffers(module: nn.Module, table: Table, dtype: torch.dtype, device: torch.device) -> dict[str, Rule]:
@@ -178,21 +226,27 @@ def _make_buffers(module: nn.Module, table: Table, dtype: torch.dtype, device: t
     return rules
 
 
-def sharding_of(layout: Layout, mesh: Mesh, held: Holders, frozen: tuple[str, ...]) -> Sharding:
+def _sharding(setup: Setup) -> Sharding:
     """What is sharded, over which ranks."""
+    layout, mesh = setup.layout, setup.mesh
     dp = mesh.group("cp", "dp")
     groups = {
         DENSE: sharing(dp.ranks, mesh.rank, mesh.group_of, layout.shard_ranks),
         EXPERTS: sharing(mesh.group("edp").ranks, mesh.rank, mesh.group_of, layout.expert_shard_ranks),
     }
-    transport = None if layout.grad_reduce_dtype == "auto" else devices.dtype_of(layout.grad_reduce_dtype)
-    classes = layout.classes(held, frozen)
-    overlap = layout.overlap_grad_reduce
-    offload = layout.offload
-    hosted, files = offload.weights, offload.weights_directory
-    sums = None if layout.main_grads_dtype == "auto" else devices.dtype_of(layout.main_grads_dtype)
-    return Sharding(layout.zero_stage, groups, layout.ddp_bucket_size, classes, overlap, transport, hosted, sums,
-                    files, offload.gradients)  # fmt: skip
+    travels, sums, offload = layout.grad_reduce_dtype, layout.main_grads_dtype, layout.offload
+    return Sharding(
+        zero=layout.zero_stage,
+        groups=groups,
+        bucket_size=layout.ddp_bucket_size,
+        classes=layout.classes(setup.held, setup.frozen),
+        overlap=layout.overlap_grad_reduce,
+        transport=None if travels == "auto" else devices.dtype_of(travels),
+        hosted=offload.weights,
+        sums=None if sums == "auto" else devices.dtype_of(sums),
+        files=offload.weights_directory,
+        hosted_sums=offload.gradients,
+    )
 
 
 def units_of(module: Decoder, layout: Layout, flats: list[Flat]) -> Units:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -89,18 +90,19 @@ class Echo:
             yield
 
     def _watched(self, name: str, real: Callable[..., None]) -> Callable[..., None]:
-        def action(step: Any, s: int, m: int) -> None:
+        def action(step: Any, s: int, m: int, received: dict[str, Tensor]) -> None:
             stage = self._stages.setdefault(s, _Stage())
+            compute = partial(real, step, s, m, received)
             if m in (FIRST, self.count - 1):
-                real(step, s, m)
+                compute()
             elif m == SECOND:
-                self._record(stage, name, real, step, s)
+                self._record(stage, name, compute, s)
             else:
-                self._repeat(stage, name, real, step, s, m)
+                self._repeat(stage, name, compute, s)
 
         return action
 
-    def _record(self, stage: _Stage, name: str, real: Callable[..., None], step: Any, s: int) -> None:
+    def _record(self, stage: _Stage, name: str, compute: Callable[[], None], s: int) -> None:
         """Compute the second microbatch, and note what it does."""
         before, highest, said = self.live.now, self.live.peak, self.calls.copy()
         self.live.restart()
@@ -112,7 +114,7 @@ class Echo:
             return stage.result
 
         with patch.object(module, "forward", listened):
-            real(step, s, SECOND)
+            compute()
         seen = _Seen(self.live.peak - before, self.calls.beyond(said))
         self.live.peak = max(highest, self.live.peak)
         if name == "forward" and stage.result is not None:
@@ -122,14 +124,14 @@ class Echo:
         else:
             stage.backward = seen
 
-    def _repeat(self, stage: _Stage, name: str, real: Callable[..., None], step: Any, s: int, m: int) -> None:
+    def _repeat(self, stage: _Stage, name: str, compute: Callable[[], None], s: int) -> None:
         """Do the same to memory and to the list of communications, without computing."""
         seen = stage.forward if name == "forward" else stage.backward
         if seen is None:
             raise RuntimeError(f"stage {s} is to repeat a {name} that it has not done")
         before = self.live.now
         with patch.object(self.model.stages[s].module, "forward", self._again(stage)):
-            real(step, s, m)
+            compute()
         self.live.peak = max(self.live.peak, before + seen.above)
         self.calls.add(seen.said)
 

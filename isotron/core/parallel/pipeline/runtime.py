@@ -140,9 +140,10 @@ class Runtime:
             else:
                 for action in actions:
                     for part in action.parts:
-                        step.take(part)
+                        received = step.receive(part)
                         with self.observer.computed(part):
-                            step.compute(part)
+                            step.compute(part, received)
+                        del received  # not to be kept until the next has come
         step.finish()
         return step.terms
 
@@ -158,7 +159,6 @@ class _Pass:
         self.outputs: dict[Key, dict[str, Tensor]] = {}  # values, until they are sent
         self.edges: dict[Key, dict[str, GradientEdge]] = {}  # where the backward of an output begins
         self.keeping: dict[int, set[int]] = {s: set() for s in runtime.stages}  # microbatches that keep everything
-        self.taken: dict[str, Tensor] = {}
         self.losses: dict[Key, list[tuple[Tensor, float]]] = {}
         self.gradients: dict[Key, dict[str, Tensor]] = {}
         self.arriving: dict[tuple[Kind, int, int], dict[str, comm.Pending]] = {}
@@ -174,8 +174,8 @@ class _Pass:
 
     # ---- compute ---------------------------------------------------------------------------------------------------
 
-    def compute(self, action: Action) -> None:
-        """One F, B or W, or what concerns the weights or the gradients of a stage."""
+    def compute(self, action: Action, received: dict[str, Tensor]) -> None:
+        """One F, B or W with what it has `received`, or what concerns the weights or the gradients of a stage."""
         if action.kind is Kind.REDUCE:
             self.sums[action.stage] -= 1
             self.stages[action.stage].flat.start_reduce(self.sums[action.stage] == 0)
@@ -188,20 +188,20 @@ class _Pass:
             # a W may write a weight several times (the output layer of further predictions), and must not start early
             last = self.sums[action.stage] == 1 and action.kind is Kind.B
             self.stages[action.stage].flat.watch(last and self.runtime.overlap)
-        {Kind.F: self.forward, Kind.B: self.backward, Kind.W: self.weight_gradient}[action.kind](*key)
+        if action.kind is Kind.W:
+            self.weight_gradient(*key)
+        else:
+            (self.forward if action.kind is Kind.F else self.backward)(*key, received)
 
-    def take(self, action: Action) -> None:
+    def receive(self, action: Action) -> dict[str, Tensor]:
         """Wait for what a compute action needs of another stage."""
         s, m = action.stage, int(action.microbatch or 0)
-        self.taken = {}
         if action.kind is Kind.F and s:
-            self.taken = self._take(Kind.RECV_F, s, m)
-        elif action.kind is Kind.B and s < self.last_stage:
-            self.taken = self._take(Kind.RECV_B, s, m)
+            return self._take(Kind.RECV_F, s, m)
+        return self._take(Kind.RECV_B, s, m) if action.kind is Kind.B and s < self.last_stage else {}
 
-    def forward(self, s: int, m: int) -> None:
+    def forward(self, s: int, m: int, received: dict[str, Tensor]) -> None:
         """Output and terms of a stage; nothing is kept when the table has no backward."""
-        received, self.taken = self.taken, {}
         if self.training:
             received = {k: v.requires_grad_(v.is_floating_point()) for k, v in received.items()}
             self._choose_recompute(s, m)
@@ -240,16 +240,17 @@ class _Pass:
         if found != agreed:
             raise RuntimeError(f"stage {s} hands on {found}, its neighbours agreed on {agreed}")
 
-    def backward(self, s: int, m: int) -> None:
-        """Input gradient of a stage, and its weight gradients unless the table has a W for them."""
+    def backward(self, s: int, m: int, received: dict[str, Tensor]) -> None:
+        """Input gradient of a stage from the `received` gradient of its output, and its weight gradients unless the
+        table has a W for them.
+        """
         stage, key = self.stages[s], (s, m)
         if key in self.deferred:
             self._defer(stage, self.later.setdefault(key, []))
-        gradients, self.taken = self.taken, {}
         edges, losses = self.edges.pop(key), self.losses.pop(key)
         losses = [(value, w) for value, w in losses if value.requires_grad]
         roots: list[Tensor | GradientEdge] = [*edges.values(), *(value for value, _ in losses)]
-        grads = [*(gradients[k] for k in edges), *(torch.full_like(value, w) for value, w in losses)]
+        grads = [*(received[k] for k in edges), *(torch.full_like(value, w) for value, w in losses)]
         if roots:  # nothing before the first trained parameter has a backward
             backward_from(roots, grads)
         stage.settle()
