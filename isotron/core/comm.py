@@ -14,10 +14,12 @@
 The gradients are wired where the operation is (parallel/tensor.py), because a linear layer starts the communication of
 its input gradient before it computes its weight gradient. Everything that can be waited for returns a `Pending`.
 
-NCCL's own collectives are used on GPUs. On CPUs the ranks of one machine meet in its memory (shared_memory.py) where a
-message fits there, and each adds up what all have, in rank order; flat buffers and sums that are larger go in turns, at
-once, each piece added up by its owner. Everything else is gloo's, which sums bfloat16 in bfloat16 and whose
-reduce-scatter is slow: there, sums are built from an all-to-all and one addition in float32.
+NCCL's own collectives are used on GPUs. It adds in the type in which numbers travel, so a 16-bit sum of activations is
+rounded at every addition; flat buffers, which are gradients, are summed from an all-to-all in float32, and rounded
+once. On CPUs the ranks of one machine meet in its memory (shared_memory.py) where a message fits there, and each adds
+up what all have, in rank order; flat buffers and sums that are larger go in turns, at once, each piece added up by its
+owner. Everything else is gloo's, which sums bfloat16 in bfloat16 and whose reduce-scatter is slow: there, sums are
+built from an all-to-all and one addition in float32.
 """
 
 from __future__ import annotations
@@ -109,7 +111,7 @@ def _take_turns(x: Tensor, group: Group, *rounds: Iterable[shm.Turn]) -> bool:
 
 
 def start_all_reduce(x: Tensor, group: Group, op: str = "sum") -> Pending:
-    """Sum or max of `x` over the group, in place. 16-bit sums are formed in float32."""
+    """Sum or max of `x` over the group, in place. 16-bit sums are formed in float32; on NCCL those of flat buffers."""
     if group.size == 1:
         return done(x)
     if (post := _post(x, group)) is not None:
@@ -117,7 +119,10 @@ def start_all_reduce(x: Tensor, group: Group, op: str = "sum") -> Pending:
     if op == "sum" and x.is_contiguous() and _take_turns(x, group, *_all_reduce_turns(x.detach().view(-1), group)):
         return done(x)
     reduce_op = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op]
-    if x.dtype in (torch.bfloat16, torch.float16) and _is_gloo(group):
+    narrow = x.dtype in (torch.bfloat16, torch.float16)
+    if narrow and op == "sum" and x.dim() == 1 and x.is_contiguous() and group.size > 2 and not _is_gloo(group):
+        return _sum_runs(x.detach(), group)  # one addition of two is rounded once anyway
+    if narrow and _is_gloo(group):
         wide = x.float()
         work = dist.all_reduce(wide, reduce_op, group.handle, async_op=True)
         return Pending((work,), lambda: x.copy_(wide))
@@ -126,6 +131,22 @@ def start_all_reduce(x: Tensor, group: Group, op: str = "sum") -> Pending:
         work = dist.all_reduce(flat, reduce_op, group.handle, async_op=True)
         return Pending((work,), lambda: x.copy_(flat))
     return Pending((dist.all_reduce(x, reduce_op, group.handle, async_op=True),), lambda: x)
+
+
+def _sum_runs(flat: Tensor, group: Group) -> Pending:
+    """Each rank sums an even run, in float32, then gives it to all: what travels is as much as in NCCL's own."""
+    cuts = _even_cuts(flat, group)
+    coming = _swap_parts(flat, cuts, group, flat[cuts[group.index] : cuts[group.index + 1]], False)
+
+    def spread() -> Tensor:
+        coming.wait()
+        return _swap_runs(flat, cuts, group).wait()
+
+    return Pending((), spread)
+
+
+def _even_cuts(flat: Tensor, group: Group) -> list[int]:
+    return [len(flat) * i // group.size for i in range(group.size + 1)]
 
 
 def _reduced(x: Tensor, op: str, parts: list[Tensor]) -> Tensor:
@@ -210,6 +231,12 @@ def start_reduce_flat(
         return _met(post, lambda parts: _put_sum([p[own] for p in parts], target, add), flat.dtype)
     if _take_turns(flat, group, _sum_turns(flat, cuts, group, target, add)):
         return done(target)
+    return _swap_parts(flat, cuts, group, target, add)
+
+
+def _swap_parts(flat: Tensor, cuts: Sequence[int], group: Group, target: Tensor, add: bool) -> Pending:
+    """`reduce_flat` as an all-to-all and a sum in rank order."""
+    mine = flat[cuts[group.index] : cuts[group.index + 1]]
     lengths = [b - a for a, b in zip(cuts, cuts[1:], strict=False)]
     received = flat.new_empty((group.size, mine.numel()))
     work = dist.all_to_all_single(
@@ -274,7 +301,7 @@ def _gather_turns(flat: Tensor, cuts: Sequence[int], group: Group) -> Iterator[s
 
 def _all_reduce_turns(flat: Tensor, group: Group) -> tuple[Iterator[shm.Turn], Iterator[shm.Turn]]:
     """Two rounds: each rank sums an even run, in place, then gives it to all."""
-    cuts = [len(flat) * i // group.size for i in range(group.size + 1)]
+    cuts = _even_cuts(flat, group)
     own = flat[cuts[group.index] : cuts[group.index + 1]]
     return _sum_turns(flat, cuts, group, own, False), _gather_turns(flat, cuts, group)
 
@@ -289,6 +316,13 @@ def start_gather_flat(flat: Tensor, cuts: Sequence[int], group: Group) -> Pendin
         return _met(post, partial(_put_runs, flat, runs, group.index), flat.dtype)
     if _take_turns(flat, group, _gather_turns(flat, cuts, group)):
         return done(flat)
+    return _swap_runs(flat, cuts, group)
+
+
+def _swap_runs(flat: Tensor, cuts: Sequence[int], group: Group) -> Pending:
+    """`gather_flat` as sends and receives."""
+    runs = [flat[a:b] for a, b in zip(cuts, cuts[1:], strict=False)]
+    mine = runs[group.index]
     ops = []
     for step in range(1, group.size):
         to, of = (group.index + step) % group.size, (group.index - step) % group.size

@@ -234,18 +234,24 @@ def datasets(state: TrainState, tokenizer: Tokenizer | None, say: Callable[[str]
 
 
 def check_space(state: TrainState, directory: Path) -> None:
-    """Refuse at start when not even one checkpoint fits on the disk, with the room that saving wants to leave."""
+    """Refuse at start, on all ranks, when not even one checkpoint fits on the disk of any, with the room that saving
+    wants to leave.
+    """
     model = state.model
     size = model.count_parameters() * model.dtype.itemsize + state_bytes(state)
-    where = next(p for p in (directory, *directory.resolve().parents) if p.exists())
-    free = free_bytes(where)
-    if free < size + SPARE_BYTES:
-        spare = f"{SPARE_BYTES / 1e9:.3f} GB are to stay free"
-        raise refuse(
-            f"checkpoints in {directory}",
-            f"one takes {size / 1e9:.3f} GB, {spare}, and {free / 1e9:.3f} GB are free",
-            "--save with a directory on a larger disk, or free some space",
-        )
+
+    def on_each() -> None:
+        where = next(p for p in (directory, *directory.resolve().parents) if p.exists())
+        free = free_bytes(where)
+        if free < size + SPARE_BYTES:
+            spare = f"{SPARE_BYTES / 1e9:.3f} GB are to stay free"
+            raise refuse(
+                f"checkpoints in {directory}",
+                f"one takes {size / 1e9:.3f} GB, {spare}, and {free / 1e9:.3f} GB are free",
+                "--save with a directory on a larger disk, or free some space",
+            )
+
+    together(state.ranks, f"checkpoints in {directory}", on_each)
 
 
 def tokenizer_files(tokenizer: Tokenizer | None, scratch: Path) -> dict[str, bytes | Path]:

@@ -46,6 +46,13 @@ def test_sums_of_16_bits_are_formed_in_float32(ranks: Ranks, dtype: str, way: st
     assert results[0][1:] == [want, want]  # reduce_scatter and reduce_flat on the owner
 
 
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_gradients_of_16_bits_are_summed_in_float32_where_the_transport_would_not(ranks: Ranks, world: int) -> None:
+    """As on NCCL: 256 + 1 + 1 + 1 again, in buffers that do not divide by the ranks."""
+    want = [256.0, 258.0, 260.0][world - 2]
+    assert ranks(world, bodies.flat_sums) == [[want] * 7 + [want] * 2] * world
+
+
 @pytest.mark.parametrize("way", ["streams", "gloo"])
 def test_facts_and_exchanges(ranks: Ranks, way: str) -> None:
     for world in (1, 2, 3):

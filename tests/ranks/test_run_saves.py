@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 from isotron.core.checkpoint import save as saving
 from isotron.core.errors import Refused
+from isotron.train import main
 from tests.ranks import runs
 
 
@@ -51,6 +53,20 @@ def with_full_disk(cfg: Any, run_dir: str, failing: list[int]) -> int:
         return runs.train(cfg, run_dir)
     finally:
         saving.write_staged = write
+
+
+def with_one_full_node(cfg: Any, run_dir: str) -> int:
+    """A run in which the last rank's disk has no room for a checkpoint, and the first one's has."""
+    full = runs.here().rank == cfg.layout.world - 1
+    with patch.object(main, "free_bytes", lambda path: 0 if full else 2**50):
+        return runs.train(cfg, run_dir)
+
+
+def test_one_full_node_is_a_refusal_on_every_rank_at_start(ranks: Any, tmp_path: Path) -> None:
+    """Had a rank gone on, its pool would say that others failed, and not that all refused the same."""
+    with pytest.raises(Refused, match=r"0\.000 GB are free \(rank 1 of 2\)") as caught:
+        ranks(2, with_one_full_node, runs.config("gpt", dp=2, save=str(tmp_path)), str(tmp_path))
+    assert len(caught.value.problems) == 1
 
 
 @pytest.mark.parametrize("background", [False, True])

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from isotron.core.errors import Problem, Refused, listed
+from isotron.core.errors import Problem, Refused, listed, shortened
 
 
 class Ranks(Protocol):
@@ -93,4 +93,4 @@ def _joint(reports: list[Any]) -> Refused:
     for (asked, case, fix), which in having.items():
         where = "" if len(which) == len(reports) else f" (rank {listed(which)} of {len(reports)})"
         found.append(Problem(asked, case + where, fix))
-    return Refused(found, max(code for problems, code in reports if problems))
+    return Refused(shortened(found), max(code for problems, code in reports if problems))
