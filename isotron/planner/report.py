@@ -77,6 +77,7 @@ def _row(c: Candidate, change: str = "") -> dict[str, Any]:
         "memory": c.memory,
         "bubble": c.seconds.bubble / c.time,
         "exact": c.exact,
+        "counted": c.counted,
     }
     return {"change": change, **row} if change else row
 
@@ -187,13 +188,18 @@ def candidate_line(r: Mapping[str, Any]) -> str:
         f"{r['tp']:>3} {r['cp']:>3} {r['ep']:>3} {r['pp']:>3} {r['dp']:>5} {_zero(r):>6} {r['vpp']:>3} "
         f"{r['micro_batch_size']:>3} {r['schedule']:<12} "
         f"{r['recompute']:<10} {r['step']:>9.3f} {r['memory'] / GIB:>7.1f} {r['bubble']:>7.1%}"
-        + ("" if r["exact"] else "  (closed form)")
+        + ("" if r["exact"] else "  (seconds by closed form)" if r["counted"] else "  (closed form)")
     )
 
 
 def search_lines(s: Mapping[str, Any], limit: float) -> list[str]:
     """The list of layouts for a terminal."""
-    lines = [f"{s['layouts']} legal layouts, {s['fitting']} fit into {limit / GIB:.1f} GiB", "", "fastest", HEAD]
+    lines = [
+        f"{s['layouts']} legal layouts, {s['fitting']} fit into {limit / GIB:.1f} GiB by closed form",
+        "",
+        "fastest",
+        HEAD,
+    ]
     lines += [candidate_line(r) for r in s["best"]]
     lines += ["", "frontier: nothing is both faster and smaller", HEAD]
     lines += [candidate_line(r) + ("" if r["memory"] <= limit else "  over the limit") for r in s["frontier"]]

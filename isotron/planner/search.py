@@ -1,13 +1,13 @@
 """All legal layouts of a model on so many devices: which fit, how long a step takes, what lies on the frontier. PURE.
 
 Two passes. The first takes closed forms of time and memory for every layout; the second runs the real tables of the
-best ones and counts their bytes exactly. Which layouts there are, `legal.py` says.
+best ones, and counts the bytes of every one in the list. Which layouts there are, `legal.py` says.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
 
@@ -18,13 +18,14 @@ from isotron.planner.activations import stage_bytes
 from isotron.planner.block_time import Place, Seconds
 from isotron.planner.job import Job
 from isotron.planner.legal import layouts
-from isotron.planner.memory import Bytes, communication, logits_bytes, plan_memory, recompute_bytes
+from isotron.planner.memory import Bytes, communication, deferred_logits, logits_bytes, plan_memory, recompute_bytes
 from isotron.planner.parameters import stage_layers
 from isotron.planner.states import per_element
 from isotron.planner.time import block_elements, copies, held_elements, held_experts, step_seconds
 from isotron.planner.work import block_products
 
 FINALISTS = 2
+COUNTED = 40  # layouts whose bytes are counted for the list, at most
 LOOKS, LONGEST_LOOK = 6, 40  # layouts that are counted exactly: with one that fits at hand, and until there is one
 Progress = Callable[[int], Callable[[], None]]
 MARGIN = 0.94  # of the device's memory: allocators round and fragment
@@ -32,12 +33,15 @@ MARGIN = 0.94  # of the device's memory: allocators round and fragment
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout with what it costs. `memory` is that of the fullest rank; `exact`: from tables, not closed forms."""
+    """A layout with what it costs. `memory` is that of the fullest rank; `exact`: seconds and bytes from tables, not
+    closed forms; `counted`: the bytes.
+    """
 
     job: Job
     seconds: Seconds
     memory: float
     exact: bool = False
+    counted: bool = False
 
     @property
     def time(self) -> float:
@@ -71,12 +75,17 @@ def quick_memory(job: Job, context: float) -> float:
 
 
 def _kept(job: Job) -> float:
-    """Activations of a microbatch in a stage: of the first with the most blocks, or of the fullest of a pair's."""
+    """Activations of a microbatch in a stage: of the first with the most blocks, or of the fullest of a pair's; of the
+    last where it keeps what waits for the output layer's weight gradient.
+    """
     split = stage_layers(job.config, job.layout)
     last = len(split) - 1
     if pairs.are_read(job):
         return max(pairs.stage_bytes(job, r, s == 0, s == last) for s, r in enumerate(split))
-    return stage_bytes(job, max(map(len, split)), True, last == 0)
+    first = stage_bytes(job, max(map(len, split)), True, last == 0)
+    if job.layout.schedule_name not in ("zb-h1", "zb-h2") or not last:
+        return first
+    return max(first, stage_bytes(job, len(split[last]), False, True) + deferred_logits(job))
 
 
 def _passing(job: Job) -> float:
@@ -127,7 +136,8 @@ def search(
     rivals = [c for c in fitting if best and shards_weights(c) != shards_weights(best[0])]
     compared = tuple(c for c in _refined(rivals, place, limit, 1) if c.exact)
     nearest = None if best else min(seen, key=lambda c: c.memory)
-    return Found(len(seen), len(fitting), best, frontier(seen), compared, nearest)
+    known = {c.job: c for c in (*seen, *best, *compared)}
+    return Found(len(seen), len(fitting), best, frontier(list(known.values())), compared, nearest)
 
 
 def _refined(fitting: Sequence[Candidate], place: Place, limit: float, top: int) -> tuple[Candidate, ...]:
@@ -143,7 +153,14 @@ def _refined(fitting: Sequence[Candidate], place: Place, limit: float, top: int)
             done.append(exact)
     done.sort(key=lambda c: c.time)
     worst = done[-1].time if done else 0.0
-    rest = [c for c in fitting if c.job not in tried and c.time >= worst]
+    rest: list[Candidate] = []
+    for c in [c for c in fitting if c.job not in tried and c.time >= worst][:COUNTED]:
+        if len(done) + len(rest) >= top:
+            break
+        there = count(c, place)
+        rest += [there] if there.memory <= limit else []
+    if rest and not done:
+        rest[0] = evaluate(rest[0].job, place)
     return tuple([*done, *rest][:top])
 
 
@@ -157,10 +174,16 @@ def _varied(fitting: Sequence[Candidate]) -> Iterator[Candidate]:
             yield c
 
 
+def count(c: Candidate, place: Place) -> Candidate:
+    """A candidate with its bytes from its table."""
+    if c.counted:
+        return c
+    return replace(c, memory=max(b.total for b in plan_memory(c.job, place.device.context)), counted=True)
+
+
 def evaluate(job: Job, place: Place) -> Candidate:
     """One layout from its table, its bytes exact where they can be."""
-    memory = max(b.total for b in plan_memory(job, place.device.context))
-    return Candidate(job, step_seconds(job, place, exact=True), memory, exact=True)
+    return count(Candidate(job, step_seconds(job, place, exact=True), 0.0, exact=True), place)
 
 
 def frontier(seen: Sequence[Candidate]) -> tuple[Candidate, ...]:

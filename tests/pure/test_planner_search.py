@@ -24,6 +24,7 @@ from isotron.planner.hardware import GIB, find, known
 from isotron.planner.job import Job
 from isotron.planner.memory import plan_memory
 from isotron.planner.remedies import remedies
+from isotron.planner.report import search_facts, search_lines
 from isotron.planner.search import evaluate, frontier, layouts, quick_memory, search, why
 from isotron.planner.shapes import MILESTONES
 from isotron.planner.time import kinds_elements, rank_seconds, step_seconds, units
@@ -67,6 +68,7 @@ def test_quick_memory_is_near_the_exact() -> None:
         Layout(1, 1, 64, 1, False, 3, recompute="full"),
         Layout(4, 1, 16, 1, True, 2),
         Layout(1, 4, 16, 1, False, 2),
+        Layout(1, 8, 4, 1, False, 1, "zb-h1", recompute="full"),
     ):
         job = llama(layout)
         assert quick_memory(job, 0.0) == pytest.approx(max(b.total for b in plan_memory(job)), rel=0.08)
@@ -115,11 +117,16 @@ def test_every_layout_is_legal_and_uses_all_devices() -> None:
 def test_the_best_layout_fits_and_none_on_the_frontier_is_beaten() -> None:
     limit = 70 * GIB
     found = search(llama(Layout(dp=1)), 16, H100, limit, 5)
-    assert found.best and all(c.memory <= limit for c in found.best)
+    assert found.best and all(c.memory <= limit and c.counted for c in found.best)
+    for c in found.best:
+        assert c.memory == max(b.total for b in plan_memory(c.job, H100.device.context))
     assert [c.time for c in found.best] == sorted(c.time for c in found.best)
     for a in found.frontier:
         assert not any(b.time < a.time and b.memory < a.memory for b in found.frontier)
     assert frontier(found.frontier) == found.frontier
+    said = search_lines(search_facts(found), limit)
+    assert "by closed form" in said[0] and said[4].endswith("%") and said[7].endswith("(seconds by closed form)")
+    assert any(line.endswith("(closed form)") for line in said[10:])
     assert why(found).startswith(f"tp {found.best[0].job.layout.tp} x") or "ZeRO-3" in why(found)
 
 
