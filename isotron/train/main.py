@@ -22,7 +22,7 @@ from isotron.core.checkpoint.ranks import together
 from isotron.core.checkpoint.remote import try_remote
 from isotron.core.checkpoint.save import SPARE_BYTES
 from isotron.core.errors import refuse
-from isotron.core.mesh import Mesh
+from isotron.core.mesh import AXES, Mesh
 from isotron.core.optim.build import make_optimizer, scale_initial
 from isotron.core.parallel.model import ParallelModel
 from isotron.core.peaks import peak_flops
@@ -87,7 +87,7 @@ def collective_timeout(stuck_after_s: float) -> float:
 
 
 def _prepare(
-    config: RunConfig,
+    given: RunConfig,
     directory: Path,
     world: World,
     device: Any,
@@ -97,9 +97,10 @@ def _prepare(
 ) -> Run:
     """Model, checkpoint, data and what watches over them, in this order."""
     say: Callable[[str], None] = tell if world.rank == 0 else lambda _: None
-    tokenizer = _tokenizer(config, say)
-    state = _built(with_vocabulary(config, tokenizer), world, device, say)
-    config = state.config
+    mesh = Mesh(world.rank, **given.layout.axes)
+    everyone = GroupRanks(mesh.group(*AXES))
+    tokenizer, config = together(everyone, "the tokenizer", lambda: _words(given, say))[0]
+    state = _built(config, mesh, device, say)
     saves = Path(config.checkpoint.save or directory)
     scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
     apart = (
@@ -114,9 +115,13 @@ def _prepare(
         say(f"isotron: {line}")
     _take_places(state, directory, saves, world, stack)
     stacks = Stacks(directory / "stacks", world.rank)
-    stack.enter_context(stacks.listening(state.ranks))
+    stack.enter_context(stacks.listening(everyone))
     watchdog.survey = stacks.collect
-    train_data, valid_data = datasets(state, tokenizer, say)
+
+    def data() -> tuple[Any, Any]:
+        return together(everyone, "the data", lambda: datasets(state, tokenizer, say))[0]
+
+    train_data, valid_data = data()
     files = {**tokenizer_files(tokenizer, scratch), **origin_files(loaded, scratch)}
     metrics = _metrics(state, directory, world, device, stack)
     say(f"isotron: metrics in {directory / FILE}")
@@ -131,7 +136,7 @@ def _prepare(
 
     def rebuild() -> tuple[Any, Any]:
         state.segments = extended(state.segments, needed_samples(state))
-        return datasets(state, tokenizer, say)
+        return data()
 
     guard, deadline = FiniteGuard(state.skipped, state.nan), Deadline(config.faults.exit_duration_in_mins)
     eod = None if tokenizer is None else tokenizer.eod
@@ -139,9 +144,14 @@ def _prepare(
     return Run(state, train_data, valid_data, eod, where, *reporting, rebuild)
 
 
-def _built(config: RunConfig, world: World, device: Any, say: Callable[[str], None]) -> TrainState:
+def _words(config: RunConfig, say: Callable[[str], None]) -> tuple[Tokenizer | None, RunConfig]:
+    """The tokenizer, and the config with its vocabulary size."""
+    tokenizer = _tokenizer(config, say)
+    return tokenizer, with_vocabulary(config, tokenizer)
+
+
+def _built(config: RunConfig, mesh: Mesh, device: Any, say: Callable[[str], None]) -> TrainState:
     """Step 0: this rank's part of the model with its first weights, and its optimizer."""
-    mesh = Mesh(world.rank, **config.layout.axes)
     dtype = devices.dtype_of(config.train.dtype)
     model = ParallelModel(config.model, config.layout, mesh, dtype, device, config.train.seed, config.optim.freeze)
     scale_initial(model, config.optim)

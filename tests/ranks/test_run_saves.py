@@ -62,6 +62,28 @@ def with_one_full_node(cfg: Any, run_dir: str) -> int:
         return runs.train(cfg, run_dir)
 
 
+def with_one_node_that_lacks(cfg: Any, run_dir: str, what: str) -> int:
+    """A run in which the last rank does not find what the others do."""
+    real = getattr(main, what)
+
+    def reads(*args: Any) -> Any:
+        if runs.here().rank == cfg.layout.world - 1:
+            raise FileNotFoundError(2, "No such file or directory", "elsewhere.json")
+        return real(*args)
+
+    with patch.object(main, what, reads):
+        return runs.train(cfg, run_dir)
+
+
+@pytest.mark.parametrize(("what", "asked"), [("_tokenizer", "the tokenizer"), ("datasets", "the data")])
+def test_a_file_that_one_node_lacks_is_a_refusal_on_every_rank(
+    ranks: Any, tmp_path: Path, what: str, asked: str
+) -> None:
+    with pytest.raises(Refused, match=r"elsewhere\.json.* \(rank 1 of 2\)") as caught:
+        ranks(2, with_one_node_that_lacks, runs.config("gpt", dp=2), str(tmp_path), what)
+    assert [p.asked for p in caught.value.problems] == [asked]
+
+
 def test_one_full_node_is_a_refusal_on_every_rank_at_start(ranks: Any, tmp_path: Path) -> None:
     """Had a rank gone on, its pool would say that others failed, and not that all refused the same."""
     with pytest.raises(Refused, match=r"0\.000 GB are free \(rank 1 of 2\)") as caught:
