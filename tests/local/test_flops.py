@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 import pytest
@@ -42,8 +43,13 @@ def fused_backward(dy: torch.Size, q: torch.Size, k: torch.Size, v: torch.Size, 
     return 5 * 2 * q[0] * q[1] * q[2] * q[3] * k[2]
 
 
+def linear(x: torch.Size, w: torch.Size, *_: Any, **__: Any) -> int:
+    return 2 * prod(x) * w[0]
+
+
 CPU_OPERATIONS = {
     aten.addmm_: addmm,
+    **({torch.ops.mkldnn._linear_pointwise: linear} if torch.backends.mkldnn.is_available() else {}),
     aten._scaled_dot_product_flash_attention_for_cpu: fused,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: fused_backward,
 }

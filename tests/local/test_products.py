@@ -19,6 +19,26 @@ def wide(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> boo
     return request.param
 
 
+def test_large_products_are_taken_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the least size on, of float32, outside of autocast, where the device has it."""
+    asked: list[tuple[int, ...]] = []
+    real = products._onednn
+    monkeypatch.setattr(products, "_onednn", lambda x, w, b: asked.append(tuple(x.shape)) or real(x, w, b))
+    able = torch.backends.mkldnn.is_available()
+    monkeypatch.setattr(products, "has_wide_instructions_unused", lambda _, dtype: able and dtype is torch.float32)
+    w, x, dy = torch.ones(256, 256), torch.ones(256, 256), torch.ones(256, 256)
+    assert len(x) * w.numel() == products.LEAST
+    products.times(x, w)
+    products.back(dy, w)
+    products.times_into(torch.empty(256, 256), x, w)
+    assert len(asked) == 3 * able
+    products.times(x[1:], w)
+    products.times(x.bfloat16(), w.bfloat16())
+    with torch.autocast("cpu", torch.bfloat16):
+        assert products.times(x, w).dtype is torch.bfloat16
+    assert len(asked) == 3 * able
+
+
 @pytest.mark.usefixtures("wide")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_products_of_every_stride(dtype: torch.dtype) -> None:

@@ -173,7 +173,7 @@ class _infinite_gradient:
     """One element of a stage's gradients is infinite before they are summed over ranks."""
 
     def __init__(self, flat: Any) -> None:
-        self.flat, self.start = flat, flat._start
+        self.flat, self.start = flat, flat.start
 
     def __enter__(self) -> None:
         def start(bucket: Any) -> None:
@@ -182,10 +182,10 @@ class _infinite_gradient:
             self.flat.grads[bucket.start] = torch.inf
             self.start(bucket)
 
-        self.flat._start = start
+        self.flat.start = start
 
     def __exit__(self, *_: object) -> None:
-        del self.flat._start
+        del self.flat.start
 
 
 @contextmanager

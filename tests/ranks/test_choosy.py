@@ -15,7 +15,7 @@ from torch import Tensor
 import isotron
 from isotron.core import shard
 
-WIDTH, STEPS, RANKS = 6, 3, 2
+WIDTH, STEPS, RANKS = 6, 4, 2
 
 
 class Block(nn.Module):
@@ -54,9 +54,9 @@ def net(narrow: bool) -> Choosy:
 
 
 def backwards(step: int, rank: int, uneven: bool) -> Iterator[tuple[Tensor, list[bool]]]:
-    """What a rank does in a step: one or two backwards."""
+    """What a rank does in a step: one or two backwards; uneven ones, none to two."""
     draw = random.Random(100 * step + rank)
-    for i in range(1 + (step + rank * uneven) % 2):
+    for i in range((step + 2 * rank) % 3 if uneven else 1 + step % 2):
         generator = torch.Generator().manual_seed(1000 * step + 10 * rank + i)
         x = torch.randn(3, WIDTH, generator=generator, dtype=torch.float64)
         yield x, [draw.random() < 0.5 for _ in range(4)]
@@ -81,7 +81,7 @@ def sharded(zero: int, bucket_size: int, narrow: bool, uneven: bool) -> dict[str
     for step in range(STEPS):
         every = list(backwards(step, rank, uneven))
         for i, (x, wanted) in enumerate(every):
-            if i == len(every) - 1 and step != 1:
+            if i == len(every) - 1 and step != 2:
                 held.last_backward()
             module(x, wanted).backward()
         optimizer.step()
@@ -132,3 +132,70 @@ def test_an_engine_whose_ranks_do(ranks: Callable[..., list[Any]], zero: int) ->
     want = {n: p.detach() for n, p in module.named_parameters()}
     for found in ranks(RANKS, engined, zero, 30):
         near(found, want, 1e-12)
+
+
+class Backwards(nn.Module):
+    """Runs its units from the last to the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.units = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for unit in reversed(self.units):
+            x = torch.tanh(unit(x))
+        return x.square().mean()
+
+
+def sums_of_a_reversed_list() -> tuple[int, int, int]:
+    """Sums of a backward, buckets, and the most that were open at once."""
+    torch.manual_seed(5)
+    module = Backwards()
+    held = shard(module, torch.optim.SGD(module.parameters(), lr=0.1), zero=3, bucket_size=30)
+    buckets = [b for flat in held.flats for b in flat.buckets]
+    started, most = 0, 0
+    for flat in held.flats:
+
+        def start(bucket: Any, real: Callable[[Any], None] = flat.start) -> None:
+            nonlocal started, most
+            most = max(most, sum(b.is_open for b in buckets))
+            started += 1
+            real(bucket)
+
+        flat.start = start  # type: ignore[method-assign]
+    module(torch.ones(2, WIDTH)).backward()
+    held.finish()
+    return started, len(buckets), most
+
+
+def test_units_are_summed_as_the_backward_comes_by_them(ranks: Callable[..., list[Any]]) -> None:
+    for started, buckets, most in ranks(RANKS, sums_of_a_reversed_list):
+        assert started == buckets
+        assert most <= 4  # of two units: a weight and a bias each
+
+
+def forgetting(zero: int) -> Tensor:
+    """A first step that the second rank has no part in is forgotten before any sum; the second is taken."""
+    module, rank = net(False), dist.get_rank()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    held = shard(module, optimizer, zero=zero)
+    for step in range(2):
+        x, wanted = next(backwards(0, rank, False))
+        if step or rank == 0:
+            module(x, wanted).backward()
+        held.zero_grad() if step == 0 else optimizer.step()
+    with held.gathered() as whole:
+        return torch.cat([p.detach().flatten() for p in whole.parameters()])
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_a_backward_is_forgotten_where_no_sum_has_begun(ranks: Callable[..., list[Any]], zero: int) -> None:
+    module = net(False)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    for rank in range(RANKS):
+        x, wanted = next(backwards(0, rank, False))
+        (module(x, wanted) / RANKS).backward()
+    optimizer.step()
+    want = torch.cat([p.detach().flatten() for p in module.parameters()])
+    for found in ranks(RANKS, forgetting, zero):
+        assert torch.allclose(found, want, rtol=1e-12, atol=1e-12)

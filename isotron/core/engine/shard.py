@@ -31,7 +31,7 @@ from isotron.core.mesh import Mesh
 from isotron.core.optim.clip import clip_factor, global_norm
 from isotron.core.parallel.buckets import DENSE, Classes
 from isotron.core.parallel.data import Flat, Partial, View
-from isotron.core.parallel.shards import Bucket, Sharding, sharing
+from isotron.core.parallel.shards import Sharding, sharing
 from isotron.core.parallel.units import Unit, Units
 
 ROOT = ""
@@ -119,7 +119,8 @@ class Sharded:
         self._turns = Turns(self.flats, places, mesh.group("dp"), next(iter(named.values())).device)
         self._steps = [] if optimizer is None else _into_optimizer(optimizer, named, self.views())
         self._begun = self._finished = self._called_back = False
-        self._ended = set[str]()  # units whose gradients this backward has formed
+        self._ran: list[str] = []  # units in the order of the forward; the backward has come to the one at `_at`
+        self._at, self._ended = 0, set[str]()  # and has formed the gradients of these
         for name, p in named.items():
             if p.requires_grad:
                 p.register_post_accumulate_grad_hook(self._take_gradient(name))
@@ -168,6 +169,9 @@ class Sharded:
         if self.units is not None:
             self.units.leave(name, _NOTHING)
             unit = self.units.units[name]
+            if torch.is_grad_enabled() and not self._called_back:  # not of a recomputed unit
+                self._ran.append(name)
+                self._at = len(self._ran)
             for tensor in _tensors(y):
                 if tensor.requires_grad:
                     tensor.register_hook(lambda _g: self._begin_backward(name, unit))
@@ -181,15 +185,15 @@ class Sharded:
             self.units.begin_backward(unit)
 
     def _end_units_behind(self, name: str, units: Units) -> None:
-        """The backward has come to a unit: those behind it are complete. So all ranks sum and gather in one order,
-        though one of them may leave out a part of a unit.
+        """The backward has come to a unit: those that the forward came to later only are over. So all ranks sum and
+        gather in one order, though one of them may leave out a part of a unit.
         """
-        names = [n for n in units.units if n != ROOT]
-        for behind in reversed(names[names.index(name) + 1 :]):
-            if behind not in self._ended:
-                self._ended.add(behind)
-                for bucket in units.units[behind].buckets:
-                    self._turns.complete(bucket)
+        self._at = next((i for i in reversed(range(self._at)) if self._ran[i] == name), self._at)
+        for over in dict.fromkeys(reversed(self._ran[self._at :])) if self._turns.rounds else ():
+            if over not in self._ended and over not in self._ran[: self._at + 1]:
+                self._ended.add(over)
+                for bucket in units.units[over].buckets:
+                    self._turns.complete_everywhere(bucket)
 
     @contextmanager
     def gathered(self) -> Iterator[nn.Module]:
@@ -221,12 +225,12 @@ class Sharded:
             self._begun, self._finished = True, False
             self._turns.begin()
             for flat in self.flats:
-                flat.begin(self._turns.complete if self.units is None else _by_units)
+                flat.begin(None if self.units is not None else self._turns.complete)
 
     def last_backward(self) -> None:
         """The next backward is the last of the step: what it completes is reduced while it goes on."""
         self._begin()
-        for flat in self.flats:
+        for flat in self.flats if self.units is None else ():
             flat.watch(last=True)
 
     def _take_gradient(self, name: str) -> Callable[[Tensor], None]:
@@ -256,13 +260,14 @@ class Sharded:
         self._called_back = False
         if self.units is not None:
             self.units.settle()
+        self._ran, self._at = [], 0
         self._ended.clear()
         self._turns.end_backward(always=self.units is not None)
 
     @torch.no_grad()
     def finish(self) -> None:
         """Gradients are complete: means over all ranks, where the optimizer finds them. `optimizer.step` calls it."""
-        if self._finished or (not self._begun and self._steps):
+        if self._finished:
             return
         self._begin()
         self._finished = True
@@ -296,19 +301,17 @@ class Sharded:
         self.zero_grad()
 
     def zero_grad(self) -> None:
-        """Forget gradients; a step does so too. Sums that have begun are brought to their end, on all ranks."""
-        if self._begun:
+        """Forget gradients; a step does so too. Where sums of this step have begun they are brought to their end: a
+        backward is forgotten by all ranks or by none.
+        """
+        if self._begun and self._turns.begun:
             self.finish()
-        self._begun = False
+        self._begun = self._finished = False
         for p, _ in self._steps:
             p.grad = None
 
 
 _NOTHING = torch.empty(0)
-
-
-def _by_units(bucket: Bucket) -> None:
-    """A bucket is complete here; under ZeRO-3 units say what is summed."""
 
 
 def _unit_of(module: nn.Module, units: Sequence[str]) -> dict[str, str]:

@@ -45,7 +45,8 @@ def times_into(out_NO: Tensor, x_NI: Tensor, w_OI: Tensor, bias_O: Tensor | None
 
 def _better(x: Tensor, w: Tensor) -> bool:
     outputs = w.numel() // max(1, x.shape[-1])
-    return x.numel() * outputs >= LEAST and has_wide_instructions_unused(x.device, x.dtype)
+    large = x.numel() * outputs >= LEAST
+    return large and has_wide_instructions_unused(x.device, x.dtype) and not torch.is_autocast_enabled("cpu")
 
 
 def _onednn(x: Tensor, w_OI: Tensor, bias: Tensor | None) -> Tensor:
