@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from datetime import datetime
@@ -12,6 +13,7 @@ from isotron.commands import dry_run
 from isotron.commands.run_options import JSON, device_count, prepare, run_help, show_config
 from isotron.config.catalogue import Option
 from isotron.config.schema import RunConfig, changed
+from isotron.core.checkpoint.config import CheckpointConfig
 from isotron.core.checkpoint.locate import LATEST, is_complete, steps
 from isotron.core.errors import Refused, refuse
 from isotron.core.host import available_memory
@@ -59,7 +61,9 @@ def run(words: Sequence[str]) -> int:
     config, directory = with_directories(prepared.config, world)
     config = going_on(config, world is not None and started_again())
     asked = prepared.config
-    keep_apart(config.checkpoint, "--save" if asked.checkpoint.save else "--run-dir")
+    again = config.checkpoint.load != asked.checkpoint.load  # see going_on
+    anew = config.checkpoint.finetune or (prepared.resumed.weights_only and not again)
+    keep_apart(config.checkpoint, "--save" if asked.checkpoint.save else "--run-dir", anew)
     if world is None:
         given = {"--run-dir": asked.log.run_dir, "--save": asked.checkpoint.save}
         given = given if any(given.values()) else {"--save": directory}
@@ -74,21 +78,24 @@ def _started(config: RunConfig, directory: str) -> int:
     code = 1
     try:
         code = run_local(MAIN, config.layout.world, (config, directory))
-    except Refused:  # says itself what to do
-        code = 0
+    except Refused as refusal:
+        code = 0 if refusal.exit_code == 2 else 1  # one that can be asked better says itself how
         raise
     finally:
         if code not in (0, EXIT_SIGNALLED):
-            print(f"isotron: {left_behind(config.checkpoint.save)}", file=sys.stderr, flush=True)
+            print(f"isotron: {left_behind(config.checkpoint)}", file=sys.stderr, flush=True)
     return code
 
 
-def left_behind(save: str) -> str:
+def left_behind(given: CheckpointConfig) -> str:
     """What there is to go on from in the directory of saves."""
+    save = given.save
     last = next((step for step in (steps(Path(save)) if os.path.isdir(save) else []) if is_complete(step)), None)
     if last is None:
         return f"nothing was saved: {save} holds no checkpoint"
-    return f"the last checkpoint is {last}; the same command with --load {save} --save {save} goes on from there"
+    there = f"--load {shlex.quote(save)} --save {shlex.quote(save)}"
+    how = f"isotron train {there}" if given.finetune else f"the same command with {there}"
+    return f"the last checkpoint is {last}; {how} goes on from there"
 
 
 def check_memory(config: RunConfig, world: World | None) -> None:

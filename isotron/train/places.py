@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shlex
 import tempfile
 import time
 from contextlib import ExitStack
@@ -16,31 +17,44 @@ from pathlib import Path
 
 from isotron.config.resume import cache_of
 from isotron.core.checkpoint.config import CheckpointConfig
-from isotron.core.checkpoint.locate import steps
+from isotron.core.checkpoint.format import read_manifest
+from isotron.core.checkpoint.locate import is_complete, steps
 from isotron.core.checkpoint.ranks import Ranks, together
 from isotron.core.errors import Problem, Refused, refuse
 
 SECONDS_TO_END = 10.0  # a run that was just killed may still be ending when the same command starts again
 
 
-def keep_apart(given: CheckpointConfig, option: str) -> None:
+def keep_apart(given: CheckpointConfig, option: str, anew: bool) -> None:
     """Refuses a run that would save over the steps of another one; `option` has named the directory.
 
-    A run may save where it was loaded from, whichever step that was, and where its copies elsewhere come from.
+    A run may save where it was loaded from, whichever step that was, and where its copies elsewhere come from; not one
+    that begins `anew`, at step 0 with the weights that it loads.
     """
     saves, load = given.save, given.load
     found = steps(Path(saves)) if os.path.isdir(saves) else []
     own = [Path(saves).resolve(), *([cache_of(given.remote_save).resolve()] if given.remote_save else [])]
-    if not found or (load and not {Path(load).resolve(), Path(load).resolve().parent}.isdisjoint(own)):
+    goes_on = bool(load) and not anew
+    if not found or (goes_on and not {Path(load).resolve(), Path(load).resolve().parent}.isdisjoint(own)):
         return
     holds = f"{found[0].name} and {len(found) - 1} more" if len(found) > 1 else found[0].name
     other = next(name for n in range(2, 10**6) if not os.path.exists(name := f"{saves}-{n}"))
-    verb = "isotron train " if given.finetune else ""
     asked = f"{option} {saves}" + (f" --load {load}" if load else "")
     case = (
         f"it holds {holds} of an earlier run, and this one does not go on from them: it would replace and remove them"
     )
-    raise refuse(asked, case, f"{verb}--load {saves} {option} {saves}, to go on with that run, or {option} {other}")
+    fix = f"{option} {shlex.quote(other)}"
+    if _holds_a_run(found):
+        there = shlex.quote(saves)
+        verb = "isotron train " if given.finetune else ""
+        fix = f"{verb}--load {there} {option} {there}, to go on with that run, or {fix}"
+    raise refuse(asked, case, fix)
+
+
+def _holds_a_run(found: list[Path]) -> bool:
+    """Whether the newest complete step of these has more than weights, so that a run can go on from it."""
+    newest = next((step for step in found if is_complete(step)), None)
+    return newest is not None and not read_manifest(newest).meta.get("weights_only")
 
 
 def try_out(places: dict[str, Path], inside: str = "") -> None:

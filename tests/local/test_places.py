@@ -13,12 +13,15 @@ from pathlib import Path
 import pytest
 
 from isotron.cli import main
+from isotron.commands.train import left_behind
+from isotron.core.checkpoint.config import CheckpointConfig
 from isotron.core.checkpoint.ranks import SingleRank
-from isotron.core.checkpoint.save import SPARE_BYTES
+from isotron.core.checkpoint.save import SPARE_BYTES, save_checkpoint
 from isotron.core.errors import Refused, refuse_file
 from isotron.supervise import run_local
 from isotron.train import places
 from isotron.train.places import claim
+from tests.local.test_checkpoint import one, values
 
 TINY = shlex.split(
     "train --num-layers 1 --hidden-size 8 --num-attention-heads 2 --ffn-hidden-size 8 --seq-length 8 --vocab-size 20 "
@@ -189,4 +192,34 @@ def test_a_run_does_not_save_over_another_ones_steps(
     assert main([*TINY, *few, *goes_on.split(), "--train-iters", "3"]) == 0
     assert {"step_00000001", "step_00000002", "step_00000003"} <= {path.name for path in earlier.iterdir()}
     back = ["--load", str(earlier / "step_00000001"), option, str(earlier)]  # from one of its own steps
+    there = {file: file.stat().st_mtime_ns for file in earlier.rglob("*")}
+    assert main([*TINY, *few, "--finetune", *back]) == 2  # but not with its weights
+    assert there == {file: file.stat().st_mtime_ns for file in earlier.rglob("*")}
     assert main([*TINY, *few, *back]) == 0
+
+
+@pytest.mark.parametrize("names", ["the run", "the step"])
+def test_weights_in_a_directory_are_not_saved_over(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], names: str
+) -> None:
+    """A run that begins with them saves elsewhere; there is none to go on with, and the advice says only that."""
+    home = tmp_path / "a run"
+    meta = {"config": {"model": {"vocab_size": 20}}, "weights_only": True}
+    step = save_checkpoint(home, 0, [one("w", values((8, 3)))], meta, SingleRank())
+    assert main([*TINY, "--load", str(home if names == "the run" else step), "--save", str(home)]) == 2
+    assert f"\ntry:    --save '{home}-2'\n" in capsys.readouterr().err
+
+
+def test_a_run_that_is_refused_midway_says_what_it_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    faulty = ["--train-iters", "3", "--save-interval", "1", "--inject", "nan@3:0", "--on-nan", "stop"]
+    assert main([*TINY, *faulty, "--save", str(tmp_path)]) == 1
+    assert f"isotron: the last checkpoint is {tmp_path}/step_00000002; " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("finetune", "start"), [(True, "isotron train"), (False, "the same command with")])
+def test_the_advice_of_a_run_that_is_cut_off_can_be_typed(tmp_path: Path, finetune: bool, start: str) -> None:
+    """Not with the weights again after a fine-tuning; a path of two words is one."""
+    save = str(tmp_path / "two words")
+    save_checkpoint(save, 1, [one("w", values((8, 3)))], {}, SingleRank())
+    said = left_behind(CheckpointConfig(save=save, finetune=finetune))
+    assert said.endswith(f"; {start} --load '{save}' --save '{save}' goes on from there")
