@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -118,24 +118,48 @@ def failing(*_: Any, **__: Any) -> Any:
     raise HttpError("503 from the storage")
 
 
-@pytest.mark.parametrize("call", ["exists", "ls", "info", "makedirs", "put_file", "pipe_file", "rm", "get_file"])
+@pytest.mark.parametrize(
+    ("call", "refused"),
+    [
+        ("exists", {"push", "fetch", "try"}),  # making a directory in memory asks for it
+        ("ls", {"push", "fetch"}),
+        ("info", {"push"}),
+        ("makedirs", {"push", "try"}),
+        ("put_file", {"push"}),
+        ("pipe_file", {"push", "try"}),
+        ("rm", {"push", "try"}),
+        ("get_file", {"fetch"}),
+    ],
+)
 def test_a_storage_fails_in_three_lines_whatever_its_errors_are(
-    tmp_path: Path, storage: Any, monkeypatch: pytest.MonkeyPatch, call: str
+    tmp_path: Path, storage: Any, monkeypatch: pytest.MonkeyPatch, call: str, refused: set[str]
 ) -> None:
+    """Each use that needs the call, and no other."""
     pushed(tmp_path, (1,))
     monkeypatch.setattr(type(storage), call, failing)
-    met = 0
-    for use in (
-        lambda: pushed(tmp_path, (2,), keep_last=1),
-        lambda: fetch(URL, tmp_path / "cache", print),
-        lambda: try_remote(URL),
-    ):
+    uses: dict[str, Callable[[], object]] = {
+        "push": lambda: pushed(tmp_path, (2,), keep_last=1),
+        "fetch": lambda: fetch(URL, tmp_path / "cache", print),
+        "try": lambda: try_remote(URL),
+    }
+    met = set()
+    for name, use in uses.items():
         try:
             use()
         except Refused as refusal:
-            met += 1
+            met.add(name)
             assert "HttpError: 503 from the storage" in str(refusal)
-    assert met
+    assert met == refused
+
+
+def test_only_steps_that_are_taken_are_asked_for(tmp_path: Path, storage: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A load costs as many requests after a thousand steps as after one."""
+    pushed(tmp_path, (1, 2, 3))
+    asked, exists = list[str](), type(storage).exists
+    monkeypatch.setattr(type(storage), "exists", lambda self, path: asked.append(path) or exists(self, path))
+    found = fetch(URL, tmp_path / "cache", print)
+    assert found is not None and found.name == "step_00000003"
+    assert [path for path in asked if path.endswith(".json")] == ["/bucket/run/step_00000003/manifest.json"]
 
 
 @pytest.mark.parametrize("words", [[], ["--async-save"]], ids=["waits", "in the background"])

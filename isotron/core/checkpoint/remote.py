@@ -125,10 +125,8 @@ def fetch(url: str, cache: Path, log: Callable[[str], None]) -> Path | None:
     passed: list[str] = []  # said where another is found: a refusal says it itself
     named = [last] if STEP.fullmatch(last) else []
     asked = f"fetch a checkpoint from {url}"
-    with _stored(asked):
-        complete = named or [name for name in _steps(system, root) if _is_whole(system, f"{root}/{name}")]
     home = root.rpartition("/")[0] if named else root
-    for name in complete:
+    for name in named or _complete(system, root, asked):
         try:
             with _stored(asked):
                 found = _fetched(system, f"{home}/{name}", cache / name)
@@ -149,6 +147,17 @@ def _steps(system: Any, root: str) -> list[str]:
     entries = system.ls(root, detail=False) if system.exists(root) else []
     names = {str(entry).rstrip("/").rpartition("/")[2] for entry in entries}
     return sorted((name for name in names if STEP.fullmatch(name)), key=_number, reverse=True)
+
+
+def _complete(system: Any, root: str, asked: str) -> Iterator[str]:
+    """Names of the whole steps there, newest first; the storage is asked of no more than are taken."""
+    with _stored(asked):
+        names = _steps(system, root)
+    for name in names:
+        with _stored(asked):
+            whole = _is_whole(system, f"{root}/{name}")
+        if whole:
+            yield name
 
 
 def _number(name: str) -> int:
