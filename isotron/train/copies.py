@@ -31,7 +31,8 @@ class Copies:
             return
         self.end()
         keep = self._given.keep_last, self._given.keep_every
-        with self._metrics.forgiving("prune_failed", "older checkpoints could not be removed"):
+        forgiving = self._metrics.forgiving("prune_failed", "older checkpoints could not be removed")
+        with forgiving, self._watchdog.phase("save"):
             prune(step.parent, step, *keep)
         once = ThreadPoolExecutor(1, "isotron-copy")
         self._copying = once.submit(push, step, self._given.remote_save, *keep)

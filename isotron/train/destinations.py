@@ -121,7 +121,13 @@ class NodeDirectories(Destination):
         super().saved(path)
         self.metrics.event("saved_locally", step=self.step, path=str(path))
 
-    def failure(self, again: bool = False) -> AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def failure(self, again: bool = False) -> Iterator[None]:
         """Reported."""
         what = "a checkpoint in the nodes' own directories could not be written"
-        return self.metrics.forgiving("local_save_failed", what)
+        with self.metrics.forgiving("local_save_failed", what):
+            try:
+                yield
+            except (Refused, OSError):
+                self.step = -1
+                raise

@@ -71,6 +71,18 @@ def test_a_full_disk(
     with full_disk(monkeypatch, kind), pytest.raises(Refused) if ends else contextlib.nullcontext():
         getattr(saves, call)()
     assert heard.names == events
+    assert saves.far.step == (8 if call == "save_last" else -1)
+    assert saves.near is not None and saves.near.step == -1
+
+
+def test_older_steps_are_removed_in_a_phase_of_the_watchdog(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cfg, phases, watch = CheckpointConfig(remote_save="memory://bucket/phases"), list[str](), Watchdog(0.0)
+    monkeypatch.setattr("isotron.train.copies.push", lambda *_: "")
+    monkeypatch.setattr("isotron.train.copies.prune", lambda *_: phases.append(watch.message()))
+    copies = Copies(cfg, True, Heard(), watch)
+    copies.begin(tmp_path / "step_00000001")
+    copies.end()
+    assert len(phases) == 1 and "(in: save)" in phases[0]
 
 
 def test_a_place_beside_which_nothing_can_be_written_is_reported_and_a_run_that_went_back_asks_no_more(
