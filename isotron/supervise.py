@@ -98,9 +98,8 @@ def run_local(target: str, world: int, args: tuple[Any, ...] = ()) -> int:
             for number in range(world):
                 if not told.seen:
                     ranks.append(_start(number, world, target, args, directory))
-            early = (
-                told.seen[0] if told.seen else 0
-            )  # ranks that were not there yet have not heard of it, and none has begun
+            # ranks that were not there yet have not heard of it, and none has begun
+            early = told.seen[0] if told.seen else 0
             first = None if early else _watch(ranks)
     finally:
         for rank in ranks:
@@ -166,10 +165,11 @@ def _forwarding(ranks: list[Rank]) -> Iterator[Told]:
         insists = signum != signal.SIGUSR1 and len([s for s in told.seen if s != signal.SIGUSR1]) > 1
         for rank in ranks:
             with contextlib.suppress(ProcessLookupError):
-                if rank.process.pid is not None and rank.code is None:
+                if rank.process.pid is not None and not _has_ended(rank):
                     if insists and rank.number not in told.killed:
                         told.killed.append(rank.number)
-                        told.suspended += [rank.number] * processes.is_suspended(rank.process.pid)
+                        if processes.is_suspended(rank.process.pid):
+                            told.suspended.append(rank.number)
                     os.kill(rank.process.pid, signal.SIGKILL if insists else signum)
 
     if threading.current_thread() is not threading.main_thread():  # only the main thread may set handlers
@@ -212,6 +212,11 @@ def _watch(ranks: list[Rank]) -> Rank | None:
             failures = [rank for rank in failed if rank.report is None]  # a later one may have died of the first
         failures += [rank for rank in failed if rank.report is not None]
     return min(failures, key=lambda rank: rank.report.at if rank.report else 0.0, default=None)
+
+
+def _has_ended(rank: Rank) -> bool:
+    """Whether a rank's process is gone, seen by `_watch` or not; its exit code is left for that one to read."""
+    return rank.code is not None or bool(connection.wait([rank.process.sentinel], timeout=0))
 
 
 def _stopped_well(rank: Rank) -> bool:

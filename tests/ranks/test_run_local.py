@@ -8,6 +8,8 @@ import subprocess
 import sys
 import threading
 import time
+from multiprocessing import connection
+from types import SimpleNamespace
 
 import pytest
 
@@ -210,6 +212,22 @@ def test_a_second_interrupt_says_whom_it_killed(tmp_path, capfd):
         "isotron: interrupted twice (SIGINT and SIGINT): ranks 0, 1 of 2 had not stopped and had to be killed; rank 1 "
     )
     assert capfd.readouterr().err == f"{said}had been suspended (SIGSTOP, Ctrl-Z)\n"
+
+
+def test_a_rank_that_has_just_ended_is_not_said_to_have_been_killed():
+    """Until it is waited for its process is there, and takes signals."""
+    ours, theirs = os.pipe()
+    process = subprocess.Popen(["true"], pass_fds=[theirs])
+    os.close(theirs)  # its own copy is closed as it ends
+    try:
+        connection.wait([ours])
+        with supervise._forwarding([supervise.Rank(0, SimpleNamespace(pid=process.pid, sentinel=ours), None)]) as told:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.raise_signal(number)
+        assert told.seen == [signal.SIGINT, signal.SIGTERM] and told.killed == []
+    finally:
+        process.wait()
+        os.close(ours)
 
 
 def test_no_orphan_when_the_launcher_is_killed(tmp_path):
