@@ -13,7 +13,6 @@ from isotron.config.catalogue import Option, catalogue
 from isotron.config.check import check, finish
 from isotron.config.load import LOADER_OPTIONS, RESUMED, Loaded, read
 from isotron.config.resume import Found, find_checkpoint
-from isotron.config.rules import Facts
 from isotron.config.rules_run import own_copy
 from isotron.config.schema import SECTIONS, RunConfig, changed, to_dict, to_toml
 from isotron.core.checkpoint.remote import is_remote
@@ -60,19 +59,18 @@ def prepare(words: Sequence[str], extra: Mapping[str, Option], skip: Collection[
         place = {"load": ""}
     config = changed(loaded.config, **place)
     unread = _unread(loaded) if problems else set()
-    facts = Facts(own_tokenizer=_own_tokenizer(config, found))
+    copy = _own_tokenizer(config, found)
     vocab = 0
     if not {"tokenizer_model", "vocab_file", "merge_file", "tokenizer_type"} & set(skip):
         try:
             vocab = tokenizer_entries(config)
         except Refused as refused:  # what lies there now cannot be read
-            own = own_copy(facts) if facts.own_tokenizer else ""
-            problems += [replace(problem, fix=own or problem.fix) for problem in refused.problems]
+            problems += [replace(problem, fix=own_copy(copy) if copy else problem.fix) for problem in refused.problems]
     world = from_environment()
     size = None if world is None else world.size
     devices = device_count(config.train.device)
     problems = [*loaded.problems, *problems]
-    problems += check(config, size, devices, vocab, {*skip, *loaded.doubtful, *unread}, facts.own_tokenizer)
+    problems += check(config, size, devices, vocab, {*skip, *loaded.doubtful, *unread}, copy)
     if problems:
         raise Refused(problems)
     finished, chosen = within_budget(finish(config, size, devices, vocab))

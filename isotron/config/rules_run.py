@@ -51,10 +51,9 @@ def _vocab(c: RunConfig, f: Facts) -> Problem:
 
 def _vocab_covers(c: RunConfig, f: Facts) -> Problem:
     if f.own_tokenizer:
-        case = (
-            f"the tokenizer has {f.tokenizer_vocab} entries and the checkpoint's model {c.model.vocab_size}: the run "
-        )
-        return Problem(asked(c, *moved(c, *_FILES), "load"), f"{case}began with another one", own_copy(f))
+        sizes = f"the tokenizer has {f.tokenizer_vocab} entries and the checkpoint's model {c.model.vocab_size}"
+        case = f"{sizes}: the run began with another one"
+        return Problem(asked(c, *moved(c, *_FILES), "load"), case, own_copy(f.own_tokenizer))
     case = f"the tokenizer has {f.tokenizer_vocab} entries, the model would have {c.model.vocab_size}"
     return Problem(asked(c, "vocab_size"), case, f"--vocab-size {f.tokenizer_vocab}, or leave it out")
 
@@ -74,9 +73,9 @@ def _bpe_pair(c: RunConfig, f: Facts) -> Problem:
     return Problem(asked(c, given), case, "--vocab-file vocab.json --merge-file merges.txt")
 
 
-def own_copy(f: Facts) -> str:
-    """What to say of a tokenizer that is not what it was when the checkpoint was written."""
-    return f"--tokenizer-model {f.own_tokenizer}, the copy that is in the checkpoint"
+def own_copy(path: str) -> str:
+    """What to say of a tokenizer that is not what it was when the checkpoint was written, where its copy is."""
+    return f"--tokenizer-model {path}, the copy that is in the checkpoint"
 
 
 def _missing_tokenizer(c: RunConfig, f: Facts) -> list[str]:
@@ -89,7 +88,7 @@ def _missing_tokenizer(c: RunConfig, f: Facts) -> list[str]:
 def _tokenizer_files(c: RunConfig, f: Facts) -> Problem:
     missing = _missing_tokenizer(c, f)
     paths = f"{' '.join('--' + m.replace('_', '-') + ' PATH' for m in missing)} with the path of a local file"
-    fix = own_copy(f) if f.own_tokenizer else paths
+    fix = own_copy(f.own_tokenizer) if f.own_tokenizer else paths
     return Problem(asked(c, *missing), "there is no such file; nothing is downloaded", fix)
 
 

@@ -43,11 +43,6 @@ class BackgroundSaver:
         self._job: _Job | None = None
         self._thread: threading.Thread | None = None
 
-    @property
-    def step(self) -> int | None:
-        """The step that is being saved, or was last and has not been asked about; None when idle."""
-        return None if self._job is None else self._job.step
-
     def start(
         self,
         directory: str | Path,

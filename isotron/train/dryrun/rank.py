@@ -109,7 +109,7 @@ def passes(config: RunConfig) -> int:
 
 def dry(config: RunConfig, rank: int, tick: Callable[[], None] = lambda: None) -> RankReport:
     """A rank of a world that need not be there. The config is finished; its vocabulary is known. `tick` is called
-    before each of its `passes`.
+    after each of its `passes`.
     """
     started = time.perf_counter()
     config = changed(config, offload_dir="")  # a file takes the bytes that host memory would
@@ -154,7 +154,7 @@ def measure(
     config: RunConfig, mesh: Mesh, count: int, echoes: bool = False, tick: Callable[[], None] = lambda: None
 ) -> RankReport:
     """Build this rank and take a step of `count` microbatches; `echoes`: those that only repeat are not computed.
-    `tick` is called before each forward of a stage.
+    `tick` is called after each forward of a stage.
     """
     started = time.perf_counter()
     band.cache_clear()
@@ -190,8 +190,9 @@ def measure(
 
 def _ticking(forward: Callable[..., Any], tick: Callable[[], None]) -> Callable[..., Any]:
     def ticked(*args: Any, **kwargs: Any) -> Any:
+        result = forward(*args, **kwargs)
         tick()
-        return forward(*args, **kwargs)
+        return result
 
     return ticked
 
