@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -59,16 +59,16 @@ class Noted(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._noted: dict[int, int] = {}
+        self._noted: dict[Hashable, int] = {}
         self.peak = 0
 
-    def note(self, x: Tensor) -> None:
-        """Count its storage from now on."""
-        self._noted[x.untyped_storage()._cdata] = x.untyped_storage().nbytes()
+    def note(self, name: Hashable, x: Tensor) -> None:
+        """Count its storage from now on, under a name: a place in memory may be another storage's soon."""
+        self._noted[name] = x.untyped_storage().nbytes()
 
-    def forget(self, storage: int) -> None:
+    def forget(self, name: Hashable) -> None:
         """It is free."""
-        self._noted.pop(storage)
+        del self._noted[name]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.peak = max(self.peak, sum(self._noted.values()))

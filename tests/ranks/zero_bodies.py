@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -201,19 +202,23 @@ def opened_gradients(case: Case) -> Opened:
     model = build(case)
     flats = [stage.flat for stage in model.stages.values()]
     reduced, opened, reduce, land, noted = 0, Bucket._opened, Bucket.reduce, Flat._land, Noted()
-    flying: dict[int, list[int]] = {id(flat): [] for flat in flats}
+    flying: dict[int, list[tuple[int, int]]] = {id(flat): [] for flat in flats}
+    times: Counter[int] = Counter()  # that a bucket has been reduced
     flat_of = {id(b): id(flat) for flat in flats for b in flat.buckets}
 
     def note(self: Bucket) -> torch.Tensor:
         full = opened(self)
-        noted.note(full)
+        noted.note((id(self), times[id(self)]), full)
         return full
 
     def count(self: Bucket) -> Any:
         nonlocal reduced
         reduced += self.stop - self.start
-        flying[flat_of[id(self)]].append(self._opened().untyped_storage()._cdata)
-        return reduce(self)
+        self._opened()
+        flying[flat_of[id(self)]].append((id(self), times[id(self)]))
+        pending = reduce(self)
+        times[id(self)] += 1
+        return pending
 
     def landed(self: Flat, left: int) -> None:
         land(self, left)
