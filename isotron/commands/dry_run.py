@@ -7,7 +7,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from isotron.commands.progress import progress
 from isotron.commands.run_options import tokenizer_entries
 from isotron.config.catalogue import Option
 from isotron.config.check import check, finish
@@ -16,6 +15,7 @@ from isotron.config.resume import find_checkpoint
 from isotron.config.schema import RunConfig, changed
 from isotron.core.errors import Refused, refuse
 from isotron.core.optim.groups import Override, parse
+from isotron.progress import ticking
 
 OPTIONS = {
     "dry_run": Option(
@@ -65,7 +65,7 @@ def run(words: Sequence[str], own: Mapping[str, Option]) -> int:
 
     per_stage = config.layout.world // config.layout.pp
     others = [] if rank >= 0 else [per_stage * i for i in range(1, config.layout.pp)]
-    with progress("dry run", passes(config) * (1 + len(others))) as tick:
+    with ticking("dry run", passes(config) * (1 + len(others))) as tick:
         detailed, *stages = (dry(config, r, tick) for r in (max(rank, 0), *others))
     found = facts(config, detailed, [] if rank >= 0 else [detailed, *stages])
     print(json.dumps(found, indent=1) if flags.get("json") else "\n".join(lines(found)))

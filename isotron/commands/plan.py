@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from isotron.commands.progress import progress
 from isotron.commands.run_options import JSON, run_help
 from isotron.config.catalogue import Option
 from isotron.config.check import check, finish
@@ -28,6 +27,7 @@ from isotron.planner.job import Job
 from isotron.planner.page import page
 from isotron.planner.search import Found, named, search
 from isotron.planner.shapes import MILESTONES
+from isotron.progress import ticking
 
 OWN = {
     "model": Option("model", "str", "", "a preset or a milestone; the sizes of a run's own options otherwise"),
@@ -232,7 +232,7 @@ def _search(
 
 def _shown(stack: ExitStack, total: int) -> Callable[[], None]:
     """How far a search is, until the stack is closed."""
-    return stack.enter_context(progress("plan", total))
+    return stack.enter_context(ticking("plan", total))
 
 
 def _none_fits(found: Found, limit: float) -> list[str]:

@@ -15,11 +15,11 @@ The gradients are wired where the operation is (parallel/tensor.py), because a l
 its input gradient before it computes its weight gradient. Everything that can be waited for returns a `Pending`.
 
 NCCL's own collectives are used on GPUs. It adds in the type in which numbers travel, so a 16-bit sum of activations is
-rounded at every addition; flat buffers, which are gradients, are summed from an all-to-all in float32, and rounded
-once. On CPUs the ranks of one machine meet in its memory (shared_memory.py) where a message fits there, and each adds
-up what all have, in rank order; flat buffers and sums that are larger go in turns, at once, each piece added up by its
-owner. Everything else is gloo's, which sums bfloat16 in bfloat16 and whose reduce-scatter is slow: there, sums are
-built from an all-to-all and one addition in float32.
+rounded at every addition; gradients of weights are summed from an all-to-all in float32, and rounded once. On CPUs the
+ranks of one machine meet in its memory (shared_memory.py) where a message fits there, and each adds up what all have,
+in rank order; flat buffers and sums that are larger go in turns, at once, each piece added up by its owner. Everything
+else is gloo's, which sums bfloat16 in bfloat16 and whose reduce-scatter is slow: there, sums are built from an all-to-
+all and one addition in float32.
 """
 
 from __future__ import annotations
@@ -110,8 +110,10 @@ def _take_turns(x: Tensor, group: Group, *rounds: Iterable[shm.Turn]) -> bool:
     return True
 
 
-def start_all_reduce(x: Tensor, group: Group, op: str = "sum") -> Pending:
-    """Sum or max of `x` over the group, in place. 16-bit sums are formed in float32; on NCCL those of flat buffers."""
+def start_all_reduce(x: Tensor, group: Group, op: str = "sum", once: bool = False) -> Pending:
+    """Sum or max of `x` over the group, in place. 16-bit sums are formed in float32 but on NCCL; with `once`, for what
+    gradients need, there too, and rounded once.
+    """
     if group.size == 1:
         return done(x)
     if (post := _post(x, group)) is not None:
@@ -120,8 +122,8 @@ def start_all_reduce(x: Tensor, group: Group, op: str = "sum") -> Pending:
         return done(x)
     reduce_op = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op]
     narrow = x.dtype in (torch.bfloat16, torch.float16)
-    if narrow and op == "sum" and x.dim() == 1 and x.is_contiguous() and group.size > 2 and not _is_gloo(group):
-        return _sum_runs(x.detach(), group)  # one addition of two is rounded once anyway
+    if once and narrow and group.size > 2 and not _is_gloo(group):  # one addition of two is rounded once anyway
+        return _sum_runs(x, group)
     if narrow and _is_gloo(group):
         wide = x.float()
         work = dist.all_reduce(wide, reduce_op, group.handle, async_op=True)
@@ -133,14 +135,16 @@ def start_all_reduce(x: Tensor, group: Group, op: str = "sum") -> Pending:
     return Pending((dist.all_reduce(x, reduce_op, group.handle, async_op=True),), lambda: x)
 
 
-def _sum_runs(flat: Tensor, group: Group) -> Pending:
+def _sum_runs(x: Tensor, group: Group) -> Pending:
     """Each rank sums an even run, in float32, then gives it to all: what travels is as much as in NCCL's own."""
+    flat = x.detach().view(-1)
     cuts = _even_cuts(flat, group)
     coming = _swap_parts(flat, cuts, group, flat[cuts[group.index] : cuts[group.index + 1]], False)
 
     def spread() -> Tensor:
         coming.wait()
-        return _swap_runs(flat, cuts, group).wait()
+        _swap_runs(flat, cuts, group).wait()
+        return x
 
     return Pending((), spread)
 
@@ -155,9 +159,9 @@ def _reduced(x: Tensor, op: str, parts: list[Tensor]) -> Tensor:
     return x
 
 
-def all_reduce(x: Tensor, group: Group, op: str = "sum") -> Tensor:
-    """Sum or max of `x` over the group, in place."""
-    return start_all_reduce(x, group, op).wait()
+def all_reduce(x: Tensor, group: Group, op: str = "sum", once: bool = False) -> Tensor:
+    """`start_all_reduce`, waited for."""
+    return start_all_reduce(x, group, op, once).wait()
 
 
 def start_all_gather(x: Tensor, group: Group, dim: int) -> Pending:

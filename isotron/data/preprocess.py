@@ -23,9 +23,9 @@ from isotron.data.inputs import expand
 from isotron.data.journal import Counts, Journal
 from isotron.data.parse import Bad
 from isotron.data.partitions import finish, part_prefix
-from isotron.data.progress import Log, progress
 from isotron.data.records import WHOLE, RecordBatch, Share, read_batches
 from isotron.data.workers import cores, encode_all
+from isotron.progress import Log, Report, progress
 from isotron.tokenizers.base import Tokenizer
 
 BYTES_PER_WORKER = 8 << 20  # a worker takes longer to start than to encode less than this
@@ -139,7 +139,7 @@ class _Run:
             after, counts = self.journal.begin(writers)
             if after != (0, 0):
                 self.log(f"going on behind {counts.records:,} records that an earlier run of this command has done")
-            report = stack.enter_context(progress(size, self.log))
+            report = stack.enter_context(progress("preprocess", size, self.log))
             batches = read_batches(self.paths, columns=self.encoder.keys, share=self.share, after=after)
             self._encode(self._limited(batches, counts.records), workers or _workers(size), writers, counts, report)
             self._finish(writers, counts)
@@ -157,7 +157,7 @@ class _Run:
         workers: int,
         writers: Sequence[IndexedWriter],
         counts: Counts,
-        report: Any,
+        report: Report,
     ) -> None:
         for encoded in encode_all(self.encoder, batches, workers):
             usable = any(w.documents for w in writers) or any(len(c.sequences) for c in encoded.columns)
@@ -166,7 +166,7 @@ class _Run:
             for writer, column in zip(writers, encoded.columns, strict=True):
                 writer.add_documents(*column)
             file, number, position = encoded.place
-            report(position, sum(w.documents for w in writers), sum(w.tokens for w in writers))
+            report(position, documents=sum(w.documents for w in writers), tokens=sum(w.tokens for w in writers))
             if self.journal.due():
                 self.journal.write((file, number), writers, counts)
 

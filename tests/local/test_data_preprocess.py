@@ -15,7 +15,7 @@ from isotron.data.indexed import IndexedDataset
 from isotron.data.indexed_writer import merge
 from isotron.data.info import read_info
 from isotron.data.preprocess import Summary, preprocess
-from isotron.data.progress import progress
+from isotron.progress import progress
 from isotron.tokenizers.build import build_tokenizer
 from isotron.tokenizers.config import TokenizerConfig
 from isotron.tokenizers.null import NullTokenizer
@@ -205,20 +205,20 @@ class Deadly(NullTokenizer):
 
 
 def test_plain_progress_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    import isotron.data.progress as module
+    import isotron.progress as module
 
     monkeypatch.setattr(module, "SECONDS", 0.0)
     said: list[str] = []
-    with progress(200, said.append) as report:
-        report(100, 3, 40)
-    assert said[0].startswith(" 50.0%  3 documents  40 tokens")
+    with progress("preprocess", 200, said.append) as report:
+        report(100, documents=3, tokens=40)
+    assert said[0].startswith("preprocess  50.0%  3 documents  40 tokens")
 
 
 def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     said: list[str] = []
-    with progress(200, said.append) as report:
-        report(200, 3, 40)
+    with progress("preprocess", 200, said.append) as report:
+        report(200, documents=3, tokens=40)
     assert said == []
 
 

@@ -255,11 +255,11 @@ def small_sums(dtype: str, way: str) -> list[float]:
 
 
 def flat_sums() -> list[float]:
-    """256 on the first rank and 1 on the others in flat bfloat16 buffers, by a transport that is not taken for gloo."""
+    """256 on the first rank and 1 on the others in bfloat16, by a transport that is not taken for gloo."""
     with by_way_of("gloo"), patch.object(comm, "_is_gloo", lambda group: False):
         group = Mesh(dist.get_rank(), dp=dist.get_world_size()).group("dp")
-        xs = (torch.full((n,), 256.0 if group.index == 0 else 1.0, dtype=torch.bfloat16) for n in (7, 2))
-        return [n for x in xs for n in comm.all_reduce(x, group).tolist()]
+        xs = (torch.full(n, 256.0 if group.index == 0 else 1.0, dtype=torch.bfloat16) for n in ((7,), (2, 1)))
+        return [n for x in xs for n in comm.all_reduce(x, group, once=True).flatten().tolist()]
 
 
 def random_sums(way: str) -> str:

@@ -14,12 +14,12 @@ import pytest
 import torch.distributed as dist
 
 from isotron import cli
-from isotron.commands.progress import progress
 from isotron.config.check import finish
 from isotron.config.schema import RunConfig, changed
 from isotron.core import comm
 from isotron.core import shared_memory as shm
 from isotron.core.mesh import Mesh
+from isotron.progress import ticking
 from isotron.train.dryrun import transport
 from isotron.train.dryrun.rank import RankReport, dry, measure, microbatches, passes, rounds
 from isotron.train.dryrun.reasons import REASONS
@@ -172,8 +172,8 @@ def test_what_goes_to_each_rank_by_itself_may_be_left_out(zero: int) -> None:
 def test_long_work_says_how_far_it_is(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """A line every ten seconds where nobody sits at a terminal, and nothing of short work."""
     clock = iter((0.0, 4.0, 8.0, 12.0, 16.0, 24.0))
-    monkeypatch.setattr("isotron.commands.progress.time.monotonic", lambda: next(clock))
-    with progress("dry run", 5) as tick:
+    monkeypatch.setattr("isotron.progress.time.monotonic", lambda: next(clock))
+    with ticking("dry run", 5) as tick:
         for _ in range(5):
             tick()
     assert capsys.readouterr().err.splitlines() == ["dry run  60.0%  8 s left", "dry run 100.0%  0 s left"]

@@ -271,7 +271,7 @@ class Flat:
     def sum_tie(self, name: str) -> None:
         """Sum the gradient of a parameter over the stages that hold it; all of them call it."""
         for _, grad in self._grads_of(name):
-            grad.copy_(comm.all_reduce(grad.to(self.device), self.ties[name]))
+            grad.copy_(comm.all_reduce(grad.to(self.device), self.ties[name], once=True))
 
     def _sum_partial(self) -> None:
         for replicas in sorted({count for _, _, count in self._partial.pieces}):
@@ -283,7 +283,7 @@ class Flat:
                         views.append(grad[common.relative_to(rows).slices()])
             if views and self._partial.group is not None:
                 flat = torch.cat([v.reshape(-1) for v in views]).to(self.device)
-                comm.all_reduce(flat, self._partial.group(replicas))
+                comm.all_reduce(flat, self._partial.group(replicas), once=True)
                 for view, total in zip(views, flat.split([v.numel() for v in views]), strict=True):
                     view.copy_(total.view(view.shape))
 

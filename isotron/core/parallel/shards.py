@@ -221,7 +221,7 @@ class Bucket:
         if self.copies.size == 1:
             return comm.done(total)
         narrow = self._narrow(total, self.copies).to(self.device)
-        pending = comm.start_all_reduce(narrow, self.copies)
+        pending = comm.start_all_reduce(narrow, self.copies, once=True)
         return pending if narrow is total else comm.Pending((), lambda: total.copy_(pending.wait()))
 
     def finish(self) -> comm.Pending | None:
