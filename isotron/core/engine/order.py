@@ -22,12 +22,13 @@ from isotron.core.parallel.shards import Bucket
 
 
 class Turns:
-    """The buckets of some flats in order. `place`: of a parameter among the module's; `group`: all ranks that sum.
+    """The buckets of some flats in order. `names`: the module's parameters; `group`: all ranks that sum.
 
     `rounds`: gradients are summed backward by backward; else once a step.
     """
 
-    def __init__(self, flats: Sequence[Flat], place: dict[str, int], group: Group, device: torch.device) -> None:
+    def __init__(self, flats: Sequence[Flat], names: Sequence[str], group: Group, device: torch.device) -> None:
+        place = {name: i for i, name in enumerate(names)}
         pairs = [(bucket, flat) for flat in flats for bucket in flat.buckets if bucket.trained]
         self._order = sorted(pairs, key=lambda pair: -max(place[name] for name in pair[0].span.names))
         self.rounds = any(bucket.streams for bucket, _ in self._order)
@@ -98,3 +99,27 @@ class Turns:
             pending.wait()
         self._said = []
         return bool(self._say(0).wait().any())
+
+
+class Course:
+    """The units of a module in the order in which a forward ran them, and how far the backward has come. So all ranks
+    know at one place that a unit is over, though one of them may have left out a part of it.
+    """
+
+    def __init__(self) -> None:
+        self._ran: list[str] = []
+        self._at = 0  # behind what the backward has come to
+        self._over: set[str] = set()
+
+    def ran(self, unit: str) -> None:
+        """The forward has left a unit."""
+        self._ran.append(unit)
+        self._at = len(self._ran)
+
+    def come_to(self, unit: str) -> list[str]:
+        """The backward has come to a unit: those that are over now, which the forward only ran later."""
+        self._at = next((i for i in reversed(range(self._at)) if self._ran[i] == unit), self._at)
+        before = {*self._ran[: self._at + 1], *self._over}
+        over = [name for name in dict.fromkeys(reversed(self._ran[self._at :])) if name not in before]
+        self._over.update(over)
+        return over

@@ -22,7 +22,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 
-from isotron.core.engine.order import Turns
+from isotron.core.engine.order import Course, Turns
 from isotron.core.engine.values import First, Initialiser, Source, own_values, put_on, values_of
 from isotron.core.errors import refuse
 from isotron.core.layout import Placed, Rule
@@ -114,13 +114,10 @@ class Sharded:
         self._unit_of = unit_of
         named = dict(module.named_parameters())
         self.flats = [self._flat(found, plan) for found in _by_dtype(named)]
-        at_ends = {n for n in named if plan.zero == 3 and unit_of[n] == ROOT}  # complete when a backward is over
-        places = {n: i - len(named) * (n in at_ends) for i, n in enumerate(named)}
-        self._turns = Turns(self.flats, places, mesh.group("dp"), next(iter(named.values())).device)
+        self._turns = Turns(self.flats, list(named), mesh.group("dp"), next(iter(named.values())).device)
+        self._course = Course()
         self._steps = [] if optimizer is None else _into_optimizer(optimizer, named, self.views())
         self._begun = self._finished = self._called_back = False
-        self._ran: list[str] = []  # units in the order of the forward; the backward has come to the one at `_at`
-        self._at, self._ended = 0, set[str]()  # and has formed the gradients of these
         for name, p in named.items():
             if p.requires_grad:
                 p.register_post_accumulate_grad_hook(self._take_gradient(name))
@@ -170,8 +167,7 @@ class Sharded:
             self.units.leave(name, _NOTHING)
             unit = self.units.units[name]
             if torch.is_grad_enabled() and not self._called_back:  # not of a recomputed unit
-                self._ran.append(name)
-                self._at = len(self._ran)
+                self._course.ran(name)
             for tensor in _tensors(y):
                 if tensor.requires_grad:
                     tensor.register_hook(lambda _g: self._begin_backward(name, unit))
@@ -181,19 +177,10 @@ class Sharded:
         self._call_back()
         self._owed[name] = set(self._trained[name])
         if self.units is not None:
-            self._end_units_behind(name, self.units)
-            self.units.begin_backward(unit)
-
-    def _end_units_behind(self, name: str, units: Units) -> None:
-        """The backward has come to a unit: those that the forward came to later only are over. So all ranks sum and
-        gather in one order, though one of them may leave out a part of a unit.
-        """
-        self._at = next((i for i in reversed(range(self._at)) if self._ran[i] == name), self._at)
-        for over in dict.fromkeys(reversed(self._ran[self._at :])) if self._turns.rounds else ():
-            if over not in self._ended and over not in self._ran[: self._at + 1]:
-                self._ended.add(over)
-                for bucket in units.units[over].buckets:
+            for over in self._course.come_to(name) if self._turns.rounds else ():
+                for bucket in self.units.units[over].buckets:
                     self._turns.complete_everywhere(bucket)
+            self.units.begin_backward(unit)
 
     @contextmanager
     def gathered(self) -> Iterator[nn.Module]:
@@ -260,8 +247,7 @@ class Sharded:
         self._called_back = False
         if self.units is not None:
             self.units.settle()
-        self._ran, self._at = [], 0
-        self._ended.clear()
+        self._course = Course()
         self._turns.end_backward(always=self.units is not None)
 
     @torch.no_grad()
